@@ -1,0 +1,64 @@
+// cuDNN execution plans for graph descriptions.
+
+#ifndef JAX_SWIGLU_CUDNN_GRAPH_H_
+#define JAX_SWIGLU_CUDNN_GRAPH_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "graph_spec.h"
+
+struct cudnnContext;
+
+namespace jax_swiglu {
+
+// Which of cuDNN's engines runs a graph, and with which knobs.
+struct PlanConfig {
+  int64_t engine = -1;
+  std::map<int, int64_t> knobs;  // by the frontend's KnobType_t
+
+  // As cuDNN writes it, e.g. "eng4_k2=9_k24=46".
+  std::string name;
+};
+
+// Alignment in bytes that a plan may assume of all its pointers. XLA's own buffers have at least
+// this one; a slice of a stack of weights is aligned only as its size is.
+inline constexpr int64_t kFullAlignment = 16;
+
+// What cuDNN's heuristics propose for `graph`, best guess first; entries that cuDNN rejects outright
+// or that want more than kPlanWorkspaceBytes are left out. Throws std::runtime_error where cuDNN
+// supports no engine for it.
+std::vector<PlanConfig> ProposePlans(const GraphSpec& graph, int64_t alignment,
+                                     cudnnContext* handle);
+
+// A compiled plan. Kept for the life of the process: captured CUDA graphs go on launching its
+// kernels.
+class Plan {
+ public:
+  virtual ~Plan() = default;
+
+  // Enqueues the graph on the handle's stream. `pointers` are those of the graph's tensors in memory,
+  // in the order of GraphSpec::tensors. Allocates no device memory and does not synchronise, so it
+  // may be captured. Throws std::runtime_error with cuDNN's message.
+  virtual void Execute(cudnnContext* handle, const std::vector<void*>& pointers,
+                       void* workspace) = 0;
+
+  const std::string& name() const { return name_; }
+
+ protected:
+  explicit Plan(std::string name) : name_(std::move(name)) {}
+
+ private:
+  std::string name_;
+};
+
+// Compiles a plan; may take seconds. Throws std::runtime_error.
+std::shared_ptr<Plan> BuildPlan(const GraphSpec& graph, const PlanConfig& config, int64_t alignment,
+                                cudnnContext* handle);
+
+}  // namespace jax_swiglu
+
+#endif  // JAX_SWIGLU_CUDNN_GRAPH_H_

@@ -1,0 +1,26 @@
+// Finds the fastest of several candidates by timing them. Knows nothing of what they are.
+
+#ifndef JAX_SWIGLU_TUNER_H_
+#define JAX_SWIGLU_TUNER_H_
+
+#include <functional>
+
+namespace jax_swiglu {
+
+// Runs candidate `i` `repeats` times in a row and returns the seconds one run took. Throws
+// std::exception where the candidate does not work.
+using Timer = std::function<double(int candidate, int repeats)>;
+
+struct Fastest {
+  int candidate = -1;  // -1: none works
+  double seconds = 0;
+};
+
+// Every candidate is run once; those far from the best are dropped at once. The rest are timed hot,
+// in turn, so that a drift of the clocks meets all of them alike, until `budget_seconds` are spent;
+// the lowest median wins.
+Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds);
+
+}  // namespace jax_swiglu
+
+#endif  // JAX_SWIGLU_TUNER_H_

@@ -1,0 +1,162 @@
+"""The public functions."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_swiglu import _vjp
+from jax_swiglu._config import (
+    CUDNN_DTYPES,
+    HOST_DTYPES,
+    IMPLEMENTATIONS,
+    RESIDUALS,
+    WEIGHT_LAYOUTS,
+    Config,
+    Implementation,
+    Residuals,
+    WeightLayout,
+)
+from jax_swiglu._shapes import check_choice, check_operands, computation_dtype
+
+
+def configure(
+    operands: dict[str, jax.Array],
+    weight_layout: WeightLayout,
+    dtype: DTypeLike | None,
+    residuals: Residuals,
+    implementation: Implementation | None,
+) -> Config:
+    """Checks all arguments of a call and gathers what is static about it."""
+    check_choice("weight_layout", weight_layout, WEIGHT_LAYOUTS)
+    check_choice("residuals", residuals, RESIDUALS)
+    check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    check_operands(weight_layout, operands)
+    compute = computation_dtype(dtype, list(operands.values()))
+    for name, dtypes in (("cudnn", CUDNN_DTYPES), ("host", HOST_DTYPES)):
+        if implementation == name and compute not in dtypes:
+            raise NotImplementedError(
+                f"implementation={name!r} computes in {', '.join(map(str, dtypes))}; got {compute}. "
+                'Pass dtype="bfloat16", or implementation=None to let XLA run it'
+            )
+    return Config(
+        dtype=compute,
+        weight_layout=weight_layout,
+        residuals=residuals,
+        implementation=None if implementation == "xla" else implementation,
+        precision=jax.config.jax_default_matmul_precision,
+    )
+
+
+def _arrays(**operands: ArrayLike) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(value) for name, value in operands.items()}
+
+
+def _apply(function: Any, config: Config, operands: dict[str, jax.Array]) -> jax.Array:
+    """Calls function(config, x, ...) with the leading dimensions of x folded into rows."""
+    x, *weights = operands.values()
+    out = function(config, x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x, *weights)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def swiglu_mlp(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
+    *,
+    weight_layout: WeightLayout = "in_out",
+    dtype: DTypeLike | None = None,
+    residuals: Residuals = "gate_up",
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """The SwiGLU-MLP of LLaMA-style language models.
+
+        out = (silu(x @ w_gate) * (x @ w_up)) @ w_down,    silu(a) = a / (1 + exp(-a))
+
+    GEMMs accumulate in float32. gate = x @ w_gate and up = x @ w_up are rounded to the computation
+    dtype before the activation, which is computed in float32; h and out are rounded once.
+
+    Works under `jax.jit`, `grad`, `vmap`, `scan` and `remat`. Gradients of operands that nobody
+    differentiates are neither computed nor saved for. Forward-mode differentiation needs
+    `implementation="xla"`.
+
+    Args:
+      x: `[..., H]`, any number of leading dimensions, zero-size allowed.
+      w_gate: `[H, I]`, or `[I, H]` with `weight_layout="out_in"`.
+      w_up: as w_gate.
+      w_down: `[I, O]`, or `[O, I]` with `weight_layout="out_in"`. O may differ from H.
+      weight_layout: "in_out" for weights stored as Flax kernels are, "out_in" for weights stored as
+        PyTorch's `nn.Linear` does. Neither costs a transposed copy.
+      dtype: computation dtype, and dtype of the result. None: JAX's promotion of all operands.
+        bfloat16 and float16 run on cuDNN, float32 and float64 on XLA with the caller's matmul
+        precision. Each gradient has the dtype of its operand: with float32 weights and
+        `dtype=bfloat16` the weight gradients come from the float32 accumulators of their GEMMs.
+      residuals: what the forward pass keeps for the backward pass beside its inputs. "gate_up":
+        gate and up, 2·M·I elements. "full": also h. "input": nothing; gate and up are recomputed.
+      implementation: None: cuDNN on CUDA where it applies, else XLA. "cudnn": cuDNN or an error.
+        "xla": plain JAX. "host": the custom calls of "cudnn", evaluated by plain C++ on the CPU;
+        slow, for tests and debugging.
+
+    Returns:
+      `[..., O]` in the computation dtype.
+
+    Raises:
+      ValueError: a shape or an option does not fit.
+      TypeError: an operand or `dtype` is not floating-point.
+      NotImplementedError: the implementation asked for cannot run this here.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_swiglu as js
+      >>> x = jnp.ones((2, 3, 8), jnp.bfloat16)
+      >>> w_in, w_out = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 8), jnp.bfloat16)
+      >>> js.swiglu_mlp(x, w_in, w_in, w_out).shape
+      (2, 3, 8)
+
+    Source: Noam Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202 (SwiGLU).
+    """
+    operands = _arrays(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
+    config = configure(operands, weight_layout, dtype, residuals, implementation)
+    function = _vjp.swiglu_mlp_xla if implementation == "xla" else _vjp.swiglu_mlp
+    return _apply(function, config, operands)
+
+
+def swiglu(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    *,
+    weight_layout: WeightLayout = "in_out",
+    dtype: DTypeLike | None = None,
+    residuals: Residuals = "gate_up",
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """The gated half of the SwiGLU-MLP.
+
+        h = silu(x @ w_gate) * (x @ w_up)
+
+    Arguments, errors and numerics are those of `swiglu_mlp`; "full" residuals are the same as
+    "gate_up" here.
+
+    Args:
+      x: `[..., H]`.
+      w_gate: `[H, I]`, or `[I, H]` with `weight_layout="out_in"`.
+      w_up: as w_gate.
+      weight_layout: see `swiglu_mlp`.
+      dtype: see `swiglu_mlp`.
+      residuals: see `swiglu_mlp`.
+      implementation: see `swiglu_mlp`.
+
+    Returns:
+      `[..., I]` in the computation dtype.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_swiglu as js
+      >>> js.swiglu(jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.ones((8, 16))).shape
+      (4, 16)
+    """
+    operands = _arrays(x=x, w_gate=w_gate, w_up=w_up)
+    config = configure(operands, weight_layout, dtype, residuals, implementation)
+    function = _vjp.swiglu_xla if implementation == "xla" else _vjp.swiglu
+    return _apply(function, config, operands)

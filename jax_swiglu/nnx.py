@@ -1,0 +1,125 @@
+"""The SwiGLU-MLP as a Flax NNX module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_swiglu._api import swiglu_mlp
+from jax_swiglu._config import Implementation, Residuals
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    # A Flax that is there but broken must show its own error.
+    if error.name != "flax":
+        raise
+    raise ImportError(
+        "jax_swiglu.nnx needs Flax, which is not installed; run: pip install jax_swiglu[flax]"
+    ) from error
+
+__all__ = ["SwiGLUMLP"]
+
+_default_init = nnx.initializers.lecun_normal()
+
+
+class SwiGLUMLP(nnx.Module):
+    """SwiGLU-MLP layer, a drop-in for three bias-free ``nnx.Linear`` layers.
+
+    Computes ``out = (silu(x @ gate) * (x @ up)) @ down`` with
+    :func:`jax_swiglu.swiglu_mlp`.
+
+    The parameters are ``gate_proj.kernel`` ``[hidden, intermediate]``,
+    ``up_proj.kernel`` ``[hidden, intermediate]`` and ``down_proj.kernel``
+    ``[intermediate, out]``, and they are initialised in this order, so the state
+    tree, the random streams and the checkpoints are those of a module that holds
+    ``nnx.Linear(..., use_bias=False)`` under the same names. The three submodules only
+    hold the kernels: the layer never calls them, so replacing one by a module that
+    computes something else (an adapter, say) has no effect on the result.
+
+    Args:
+      hidden: Size of the last dimension of the input.
+      intermediate: Size of the gated hidden dimension.
+      out: Size of the last dimension of the output; ``None`` means ``hidden``.
+      dtype: Computation and output dtype. ``None`` promotes the input and the kernels
+        together, as Flax layers do.
+      param_dtype: Dtype of the kernels, and so of their gradients.
+      kernel_init: Initializer of the gate and up kernels. Wrap it in
+        ``nnx.with_partitioning`` to attach sharding metadata.
+      down_kernel_init: Initializer of the down kernel, whose dimensions are the other
+        way round and so are sharded by other names; ``None`` means ``kernel_init``.
+      implementation: Passed on to :func:`jax_swiglu.swiglu_mlp`.
+      residuals: Passed on to :func:`jax_swiglu.swiglu_mlp`.
+      rngs: Random streams; ``params`` is drawn from once per kernel.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_swiglu.nnx import SwiGLUMLP
+      >>> mlp = SwiGLUMLP(64, 192, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+      >>> y = mlp(jnp.ones((2, 5, 64)))
+      >>> y.shape, str(y.dtype)
+      ((2, 5, 64), 'bfloat16')
+      >>> mlp.down_proj.kernel.shape
+      (192, 64)
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        out: int | None = None,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Callable[..., Any] = _default_init,
+        down_kernel_init: Callable[..., Any] | None = None,
+        implementation: Implementation | None = None,
+        residuals: Residuals = "gate_up",
+        rngs: nnx.Rngs,
+    ):
+        def linear(n_in: int, n_out: int, init: Callable[..., Any]) -> nnx.Linear:
+            return nnx.Linear(
+                n_in,
+                n_out,
+                use_bias=False,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=init,
+                rngs=rngs,
+            )
+
+        self.hidden = hidden
+        self.intermediate = intermediate
+        self.out = hidden if out is None else out
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.implementation: Implementation | None = implementation
+        self.residuals: Residuals = residuals
+        self.gate_proj = linear(hidden, intermediate, kernel_init)
+        self.up_proj = linear(hidden, intermediate, kernel_init)
+        self.down_proj = linear(intermediate, self.out, down_kernel_init or kernel_init)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer.
+
+        Args:
+          x: Input ``[..., hidden]``, with any number of leading dimensions.
+
+        Returns:
+          The output ``[..., out]``, in ``dtype`` or the promotion of the operands.
+
+        Raises:
+          ValueError: The last dimension of ``x`` is not ``hidden``.
+        """
+        return swiglu_mlp(
+            x,
+            self.gate_proj.kernel[...],
+            self.up_proj.kernel[...],
+            self.down_proj.kernel[...],
+            dtype=self.dtype,
+            residuals=self.residuals,
+            implementation=self.implementation,
+        )
