@@ -60,7 +60,7 @@ class Config:
 # that a longer run only memorises them.
 PRESETS = {
     "cpu": Config(128, 384, 4, 4, 128, 8, 500, 3e-3, "float32"),
-    "gpu": Config(1024, 4096, 8, 16, 512, 16, 400, 6e-4, "bfloat16"),
+    "gpu": Config(2048, 8192, 8, 16, 512, 16, 200, 3e-4, "bfloat16"),
 }
 
 
@@ -283,22 +283,29 @@ def train(config: Config, mlp: str, text: np.ndarray, held_out: np.ndarray) -> R
     run_evaluate = jax.jit(evaluate).lower(state.params, batches[0]).compile()
     print(f"{mlp}: compiled in {time.perf_counter() - start:.1f} s", flush=True)
 
+    # By itself, since on a GPU it may wait for cuDNN's plans to be timed.
+    start = time.perf_counter()
+    state, loss = run_step(state, data)
+    losses = [loss.block_until_ready()]
+    print(f"{mlp}: first step took {time.perf_counter() - start:.1f} s", flush=True)
+
     every = max(1, config.steps // 50)  # reading a loss waits for the device: not each step
     evaluate_at = {round(config.steps * quarter / 4) for quarter in (1, 2, 3, 4)}
-    losses, held_out_losses, rates = [], {}, []
+    held_out_losses, rates = {}, []
     with tqdm(
         total=config.steps,
+        initial=1,
         desc=mlp,
         mininterval=0.1 if sys.stderr.isatty() else 10,
         bar_format="{desc} {percentage:3.0f}%|{bar:20}| {n}/{total} steps, {elapsed} elapsed, "
         "{remaining} left{postfix}",
     ) as bar:
         start = time.perf_counter()
-        for i in range(1, config.steps + 1):
+        for i in range(2, config.steps + 1):
             state, loss = run_step(state, data)
             losses.append(loss)
             since = i - bar.n
-            if since == every or i == config.steps:
+            if i % every == 0 or i in evaluate_at:
                 shown = float(loss)
                 rates.append(since * config.batch * config.seq / (time.perf_counter() - start))
                 bar.set_postfix_str(f"loss {shown:.3f}, {rates[-1]:,.0f} tokens/s", refresh=False)
@@ -396,9 +403,20 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Config, argparse.Namespace]:
         description="Train a small byte-level language model with the SwiGLU layer of jax_swiglu.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for field in ("hidden", "intermediate", "layers", "heads", "seq", "batch", "steps", "seed"):
-        parser.add_argument(f"--{field}", type=int, default=getattr(preset, field), help=" ")
-    parser.add_argument("--learning-rate", type=float, default=preset.learning_rate, help=" ")
+    for name, meaning in {
+        "hidden": "width of the residual stream",
+        "intermediate": "width of the MLP",
+        "layers": "decoder layers",
+        "heads": "attention heads",
+        "seq": "bytes of context",
+        "batch": "rows per step",
+        "steps": "training steps",
+        "learning_rate": "peak of the schedule",
+        "seed": "of the parameters, the order of the data and the sample",
+    }.items():
+        default = getattr(preset, name)
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(default), default=default, help=meaning)
     parser.add_argument(
         "--dtype", choices=list(CURVE_TOLERANCE), default=preset.dtype, help="computation dtype"
     )
@@ -416,6 +434,10 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Config, argparse.Namespace]:
     parser.add_argument("--sample", type=int, default=400, help="bytes to generate")
     parser.add_argument("--out", type=Path, default=Path("train_lm_out"), help="folder of the PNG")
     args = parser.parse_args(argv)
+    if args.steps < 2:
+        parser.error("--steps must be at least 2")
+    if args.hidden % (2 * args.heads):
+        parser.error("--hidden must be a multiple of twice --heads: rotary positions need pairs")
     return Config(**{f.name: getattr(args, f.name) for f in fields(Config)}), args
 
 

@@ -4,7 +4,6 @@
 
 #include <mutex>
 #include <stdexcept>
-#include <unordered_map>
 #include <utility>
 
 namespace jax_swiglu {
@@ -13,6 +12,8 @@ namespace {
 namespace fe = cudnn_frontend;
 using FeGraph = fe::graph::Graph;
 using FeTensor = std::shared_ptr<fe::graph::Tensor_attributes>;
+
+const std::vector<fe::HeurMode_t> kHeuristics = {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK};
 
 void Check(fe::error_t error, const char* what) {
   if (error.is_good()) return;
@@ -93,8 +94,8 @@ std::unique_ptr<FeGraph> BuildFrontendGraph(const GraphSpec& spec, int64_t align
 
 class CudnnPlan final : public Plan {
  public:
-  CudnnPlan(std::string name, std::unique_ptr<FeGraph> graph)
-      : Plan(std::move(name)), graph_(std::move(graph)) {}
+  CudnnPlan(const PlanConfig& config, std::unique_ptr<FeGraph> graph)
+      : Plan(config.name), proposal_(config.proposal), graph_(std::move(graph)) {}
 
   void Execute(cudnnContext* handle, const std::vector<void*>& pointers,
                void* workspace) override {
@@ -102,12 +103,12 @@ class CudnnPlan final : public Plan {
     const std::lock_guard<std::mutex> lock(mutex_);
     // The frontend takes pointers in the order of uids, and only reads them.
     Check(graph_->execute_plan_at_index(handle, const_cast<void**>(pointers.data()),
-                                        static_cast<int>(pointers.size()), workspace,
-                                        /*plan_index=*/0),
+                                        static_cast<int>(pointers.size()), workspace, proposal_),
           "execution failed");
   }
 
  private:
+  const int64_t proposal_;
   std::mutex mutex_;
   std::unique_ptr<FeGraph> graph_;
 };
@@ -117,14 +118,11 @@ class CudnnPlan final : public Plan {
 std::vector<PlanConfig> ProposePlans(const GraphSpec& spec, int64_t alignment,
                                      cudnnContext* handle) {
   const auto graph = BuildFrontendGraph(spec, alignment, handle);
-  Check(graph->create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}),
-        "no engine for this graph");
+  Check(graph->create_execution_plans(kHeuristics), "no engine for this graph");
   std::vector<PlanConfig> configs;
   for (int64_t i = 0; i < graph->get_execution_plan_count(); ++i) {
     PlanConfig config;
-    std::unordered_map<fe::KnobType_t, int64_t> knobs;
-    if (graph->get_engine_and_knobs_at_index(i, config.engine, knobs).is_bad()) continue;
-    for (const auto& [type, value] : knobs) config.knobs[static_cast<int>(type)] = value;
+    config.proposal = i;
     Check(graph->get_plan_name_at_index(i, config.name), "plan without a name");
     configs.push_back(std::move(config));
   }
@@ -135,15 +133,16 @@ std::vector<PlanConfig> ProposePlans(const GraphSpec& spec, int64_t alignment,
 std::shared_ptr<Plan> BuildPlan(const GraphSpec& spec, const PlanConfig& config, int64_t alignment,
                                 cudnnContext* handle) {
   auto graph = BuildFrontendGraph(spec, alignment, handle);
-  std::unordered_map<fe::KnobType_t, int64_t> knobs;
-  for (const auto& [type, value] : config.knobs) knobs[static_cast<fe::KnobType_t>(type)] = value;
-  Check(graph->create_execution_plan(config.engine, knobs), "plan not supported");
+  Check(graph->create_execution_plans(kHeuristics), "no engine for this graph");
   graph->deselect_workspace_greater_than(kPlanWorkspaceBytes);
-  Check(graph->build_plan_at_index(0), "plan could not be built");
+  Check(graph->build_plan_at_index(config.proposal), "plan could not be built");
   int64_t workspace = 0;
-  Check(graph->get_workspace_size_plan_at_index(0, workspace), "workspace size unknown");
-  if (workspace > kPlanWorkspaceBytes) throw std::runtime_error("plan needs too much workspace");
-  return std::make_shared<CudnnPlan>(config.name, std::move(graph));
+  Check(graph->get_workspace_size_plan_at_index(config.proposal, workspace), "no workspace size");
+  if (workspace > kPlanWorkspaceBytes) {
+    throw std::runtime_error("cuDNN: plan needs " + std::to_string(workspace) +
+                             " bytes of workspace");
+  }
+  return std::make_shared<CudnnPlan>(config, std::move(graph));
 }
 
 }  // namespace jax_swiglu

@@ -4,7 +4,6 @@
 #define JAX_SWIGLU_CUDNN_GRAPH_H_
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,22 +14,18 @@ struct cudnnContext;
 
 namespace jax_swiglu {
 
-// Which of cuDNN's engines runs a graph, and with which knobs.
+// One of the plans that cuDNN's heuristics propose for a graph.
 struct PlanConfig {
-  int64_t engine = -1;
-  std::map<int, int64_t> knobs;  // by the frontend's KnobType_t
-
-  // As cuDNN writes it, e.g. "eng4_k2=9_k24=46".
-  std::string name;
+  int64_t proposal = 0;  // position in their list
+  std::string name;      // engine and knobs, as cuDNN writes them: "eng4_k2=9_k24=46"
 };
 
 // Alignment in bytes that a plan may assume of all its pointers. XLA's own buffers have at least
 // this one; a slice of a stack of weights is aligned only as its size is.
 inline constexpr int64_t kFullAlignment = 16;
 
-// What cuDNN's heuristics propose for `graph`, best guess first; entries that cuDNN rejects outright
-// or that want more than kPlanWorkspaceBytes are left out. Throws std::runtime_error where cuDNN
-// supports no engine for it.
+// What cuDNN's heuristics propose for `graph`, best guess first. Throws std::runtime_error where
+// cuDNN has no engine for it.
 std::vector<PlanConfig> ProposePlans(const GraphSpec& graph, int64_t alignment,
                                      cudnnContext* handle);
 
@@ -55,7 +50,8 @@ class Plan {
   std::string name_;
 };
 
-// Compiles a plan; may take seconds. Throws std::runtime_error.
+// Compiles a plan; may take seconds. Throws std::runtime_error where cuDNN cannot, or where the plan
+// wants more than kPlanWorkspaceBytes.
 std::shared_ptr<Plan> BuildPlan(const GraphSpec& graph, const PlanConfig& config, int64_t alignment,
                                 cudnnContext* handle);
 

@@ -40,9 +40,12 @@ bool TuningEnabled() {
   return value == nullptr || std::strcmp(value, "0") != 0;
 }
 
-bool LogEnabled() {
+// Tells about plan selection on stderr, where JAX_SWIGLU_LOG asks for it.
+template <typename... Args>
+void Log(const char* format, Args... args) {
   const char* value = std::getenv("JAX_SWIGLU_LOG");
-  return value != nullptr && std::strcmp(value, "0") != 0;
+  if (value == nullptr || std::strcmp(value, "0") == 0) return;
+  std::fprintf(stderr, (std::string("jax_swiglu: ") + format + "\n").c_str(), args...);
 }
 
 class Stopwatch {
@@ -288,108 +291,115 @@ class Store {
 
   std::shared_ptr<PreparedRoute> Tune(const Problem& problem, const std::vector<RouteSpec>& routes,
                                       int device) {
+    const Stopwatch time;
     const Stream stream;
     const PrivateBuffers memory(problem);
+    TuneGraphs(routes, memory, device, stream.get());
+
     std::vector<std::shared_ptr<PreparedRoute>> candidates;
-    std::string errors;
     for (const RouteSpec& route : routes) {
-      try {
-        auto candidate = std::make_shared<PreparedRoute>();
-        candidate->route = route.name;
-        candidate->tuned = true;
-        for (const GraphSpec& graph : route.graphs) {
-          candidate->steps.push_back(
-              {FastestPlan(graph, memory, device, stream.get()), BuffersInMemory(graph)});
-        }
-        candidates.push_back(std::move(candidate));
-      } catch (const std::exception& e) {
-        errors += (errors.empty() ? "" : "; ") + route.name + ": " + e.what();
+      auto candidate = std::make_shared<PreparedRoute>();
+      candidate->route = route.name;
+      candidate->tuned = true;
+      for (const GraphSpec& graph : route.graphs) {
+        const auto plan = plans_.find({device, graph.Key(), kFullAlignment, true});
+        if (plan == plans_.end()) break;
+        candidate->steps.push_back({plan->second, BuffersInMemory(graph)});
       }
+      if (candidate->steps.size() == route.graphs.size()) candidates.push_back(candidate);
     }
-    constexpr double kBudgetSeconds = 1;
     const Fastest fastest = PickFastest(
         static_cast<int>(candidates.size()),
         [&](int i, int repeats) {
           return TimeSteps(candidates[i]->steps, memory, repeats, device, stream.get());
         },
-        kBudgetSeconds);
-    if (fastest.candidate < 0) throw std::runtime_error("no route works: " + errors);
+        /*budget_seconds=*/1);
+    if (fastest.candidate < 0) throw std::runtime_error("cuDNN has no working plan for this");
     candidates[fastest.candidate]->seconds = fastest.seconds;
+    Log("%s: route %s at %.1f us, chosen in %.2f s", problem.ToString().c_str(),
+        candidates[fastest.candidate]->route.c_str(), fastest.seconds * 1e6, time.seconds());
     return candidates[fastest.candidate];
   }
 
-  // The fastest plan of a graph, timed on `memory`.
-  std::shared_ptr<Plan> FastestPlan(const GraphSpec& graph, const PrivateBuffers& memory,
-                                    int device, CUstream stream) {
-    std::shared_ptr<Plan>& plan = plans_[{device, graph.Key(), kFullAlignment, true}];
-    if (plan != nullptr) return plan;
-    std::vector<PlanConfig> configs =
-        ProposePlans(graph, kFullAlignment, ThreadHandle(device, stream));
-    const size_t proposed = configs.size();
-    // For plain GEMMs and pointwise graphs the first proposals are the good ones; for fused graphs
-    // the best plan can stand anywhere in the list.
-    const bool fused = graph.has_matmul() && graph.nodes.size() > 1;
-    configs.resize(std::min<size_t>(proposed, fused ? 48 : 4));
-    const Stopwatch build_time;
-    const std::vector<std::shared_ptr<Plan>> plans = BuildAll(graph, configs, device, stream);
-    const double build_seconds = build_time.seconds();
-    const std::vector<int> buffers = BuffersInMemory(graph);
-    constexpr double kBudgetSeconds = 2;
-    const Stopwatch timing_time;
-    const Fastest fastest = PickFastest(
-        static_cast<int>(plans.size()),
-        [&](int i, int repeats) {
-          const double seconds =
-              TimeSteps({{plans[i], buffers}}, memory, repeats, device, stream);
-          if (LogEnabled()) {
-            std::fprintf(stderr, "jax_swiglu:   %s x%d %.1f us\n", plans[i]->name().c_str(),
-                         repeats, seconds * 1e6);
-          }
-          return seconds;
-        },
-        kBudgetSeconds);
-    if (fastest.candidate < 0) throw std::runtime_error("no plan works");
-    plan = plans[fastest.candidate];
-    if (LogEnabled()) {
-      std::fprintf(stderr,
-                   "jax_swiglu: graph of %zu nodes: %zu proposed, %zu built in %.2f s, timed in "
-                   "%.2f s, best %s at %.1f us\n",
-                   graph.nodes.size(), proposed, plans.size(), build_seconds,
-                   timing_time.seconds(), plan->name().c_str(), fastest.seconds * 1e6);
+  // One candidate plan for a graph.
+  struct Candidate {
+    const GraphSpec* graph;
+    PlanConfig config;
+    std::shared_ptr<Plan> plan;  // null where it cannot be built
+  };
+
+  // Finds the fastest plan for each graph of the routes that has none yet.
+  void TuneGraphs(const std::vector<RouteSpec>& routes, const PrivateBuffers& memory, int device,
+                  CUstream stream) {
+    std::map<std::string, const GraphSpec*> graphs;
+    for (const RouteSpec& route : routes) {
+      for (const GraphSpec& graph : route.graphs) {
+        const std::string key = graph.Key();
+        if (plans_.count({device, key, kFullAlignment, true}) == 0) graphs[key] = &graph;
+      }
     }
-    return plan;
+    std::vector<Candidate> candidates;
+    for (const auto& [key, graph] : graphs) {
+      try {
+        for (PlanConfig& config :
+             ProposePlans(*graph, kFullAlignment, ThreadHandle(device, stream))) {
+          candidates.push_back({graph, std::move(config), nullptr});
+        }
+      } catch (const std::exception& e) {
+        Log("no plans for a graph of %zu nodes: %s", graph->nodes.size(), e.what());
+      }
+    }
+    BuildAll(candidates, device, stream);
+
+    for (const auto& [key, graph] : graphs) {
+      std::vector<std::shared_ptr<Plan>> plans;
+      for (const Candidate& c : candidates) {
+        if (c.graph == graph && c.plan != nullptr) plans.push_back(c.plan);
+      }
+      const std::vector<int> buffers = BuffersInMemory(*graph);
+      const Fastest fastest = PickFastest(
+          static_cast<int>(plans.size()),
+          [&](int i, int repeats) {
+            const double seconds =
+                TimeSteps({{plans[i], buffers}}, memory, repeats, device, stream);
+            Log("  %zu nodes, %s, %d runs: %.1f us", graph->nodes.size(),
+                plans[i]->name().c_str(), repeats, seconds * 1e6);
+            return seconds;
+          },
+          /*budget_seconds=*/2);
+      if (fastest.candidate < 0) continue;
+      plans_[{device, key, kFullAlignment, true}] = plans[fastest.candidate];
+    }
   }
 
-  // Compiles plans on several threads; those that fail are left out. Stops taking up new ones when
-  // the time is over.
-  static std::vector<std::shared_ptr<Plan>> BuildAll(const GraphSpec& graph,
-                                                     const std::vector<PlanConfig>& configs,
-                                                     int device, CUstream stream) {
-    constexpr double kBudgetSeconds = 3;
+  // Compiles the candidates on several threads. Stops taking up new ones when the time is over.
+  static void BuildAll(std::vector<Candidate>& candidates, int device, CUstream stream) {
+    constexpr double kBudgetSeconds = 5;
     const Stopwatch time;
-    std::vector<std::shared_ptr<Plan>> plans(configs.size());
     std::atomic<size_t> next{0};
     const auto work = [&] {
       try {
         const ScopedContext context(stream);
         cudnnContext* handle = ThreadHandle(device, stream);
-        for (size_t i; (i = next++) < configs.size() && time.seconds() < kBudgetSeconds;) {
+        for (size_t i; (i = next++) < candidates.size() && time.seconds() < kBudgetSeconds;) {
+          Candidate& c = candidates[i];
           try {
-            plans[i] = BuildPlan(graph, configs[i], kFullAlignment, handle);
-          } catch (const std::exception&) {
+            c.plan = BuildPlan(*c.graph, c.config, kFullAlignment, handle);
+          } catch (const std::exception& e) {
+            Log("  %zu nodes, %s: %s", c.graph->nodes.size(), c.config.name.c_str(), e.what());
           }
         }
-      } catch (const std::exception&) {
+      } catch (const std::exception& e) {
+        Log("a thread could not compile plans: %s", e.what());
       }
     };
     const size_t threads = std::min<size_t>(
-        {configs.size(), std::max(1u, std::thread::hardware_concurrency()), 16});
+        {candidates.size(), std::max(1u, std::thread::hardware_concurrency()), 16});
     std::vector<std::thread> workers;
     for (size_t i = 1; i < threads; ++i) workers.emplace_back(work);
     work();
     for (std::thread& worker : workers) worker.join();
-    plans.erase(std::remove(plans.begin(), plans.end(), nullptr), plans.end());
-    return plans;
+    Log("  %zu candidates compiled in %.2f s", candidates.size(), time.seconds());
   }
 
   std::mutex prepare_mutex_;

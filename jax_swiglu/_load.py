@@ -56,8 +56,11 @@ def cudnn_status() -> CudnnStatus:
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:
-        return CudnnStatus(None, "this process has no NVIDIA GPU; JAX runs on CUDA only with its CUDA plugin "
-                           '(pip install "jax[cuda13]")')
+        return CudnnStatus(
+            None,
+            "this process has no NVIDIA GPU; JAX runs on CUDA only with its CUDA plugin "
+            '(pip install "jax[cuda13]")',
+        )
     for device in devices:
         capability = tuple(int(part) for part in device.compute_capability.split("."))
         if capability < MIN_COMPUTE_CAPABILITY:
@@ -69,8 +72,11 @@ def cudnn_status() -> CudnnStatus:
     try:
         version = _ffi.load_cudnn()
     except RuntimeError as error:
-        return CudnnStatus(False, f"libcudnn could not be loaded: {error}. Install it with "
-                           'pip install "jax[cuda13]" (or "jax[cuda12]")')
+        return CudnnStatus(
+            False,
+            f"libcudnn could not be loaded: {error}. Install it with "
+            'pip install "jax[cuda13]" (or "jax[cuda12]")',
+        )
     return CudnnStatus(True, f"cuDNN {format_version(version)}", version)
 
 

@@ -155,9 +155,7 @@ def _batch(
     the rows; otherwise it becomes a batch dimension of the graph."""
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     rows = row_operands(params)
-    fold = bool(rows) and all(
-        d is None or i in rows for i, d in enumerate(dims)
-    )
+    fold = bool(rows) and all(d is None or i in rows for i, d in enumerate(dims))
 
     def mapped(i: int) -> jax.Array:
         """Operand i with the new batch dimension in front."""

@@ -54,9 +54,7 @@ def silu(x: jax.Array) -> jax.Array:
 
 
 @silu.defjvp
-def _silu_jvp(
-    primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _silu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     (x,), (t,) = primals, tangents
     return silu(x), t * _sigmoid_slope(x)
 

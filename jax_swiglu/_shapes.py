@@ -28,8 +28,11 @@ def check_operands(weight_layout: str, operands: dict[str, jax.Array]) -> None:
     for name, value, dims in (
         ("w_gate", w_gate, names),
         ("w_up", w_up, names),
-        *((("w_down", operands["w_down"], ("I", "O") if names[0] == "H" else ("O", "I")),)
-          if "w_down" in operands else ()),
+        *(
+            (("w_down", operands["w_down"], ("I", "O") if names[0] == "H" else ("O", "I")),)
+            if "w_down" in operands
+            else ()
+        ),
     ):
         if value.ndim != 2:
             raise ValueError(
@@ -67,7 +70,5 @@ def computation_dtype(dtype: Any, operands: Sequence[jax.Array]) -> np.dtype:
     """The dtype to compute in: the one asked for, else JAX's promotion of all operands."""
     result = np.dtype(jnp.result_type(*operands) if dtype is None else dtype)
     if not jnp.issubdtype(result, jnp.floating) or result.itemsize < 2:
-        raise TypeError(
-            f"dtype must be bfloat16, float16, float32 or float64; got {result}"
-        )
+        raise TypeError(f"dtype must be bfloat16, float16, float32 or float64; got {result}")
     return np.dtype(jax.dtypes.canonicalize_dtype(result))

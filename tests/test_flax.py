@@ -14,7 +14,7 @@ from flax import nnx
 import jax_swiglu.linen
 import jax_swiglu.nnx
 
-H, I, O = 12, 20, 7  # noqa: E741 - the letters of the documentation
+H, I, O = 12, 20, 7
 LAYERS = 3
 # Float32 GEMMs of these sizes are right to about 1e-6 relative; bfloat16 has 8 bits, and gate,
 # up, h and the output are each rounded once.

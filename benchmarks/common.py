@@ -1,0 +1,108 @@
+"""What the benchmarks share: shapes, data, the plain-JAX baseline, timing, the record's header."""
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+
+from jax_swiglu import _load
+
+Arrays = tuple[jax.Array, ...]
+
+
+class Model(NamedTuple):
+    name: str
+    hidden: int
+    intermediate: int
+
+
+MODELS = (
+    Model("Qwen3.5-27B", 5120, 17408),
+    Model("Llama-3-8B", 4096, 14336),
+    Model("Qwen2.5-0.5B", 896, 4864),
+)
+
+
+def make_data(m: int, h: int, i: int, dtype: Any, *, layers: int | None = None) -> Arrays:
+    """x, w_gate, w_up, w_down and a cotangent, scaled so that every value is of order one."""
+    stack = () if layers is None else (layers,)
+    keys = jax.random.split(jax.random.key(m * 7919 + h * 31 + i), 5)
+    shapes = ((m, h), (*stack, h, i), (*stack, h, i), (*stack, i, h), (m, h))
+    scales = (1.0, h**-0.5, h**-0.5, i**-0.5, 1.0)
+
+    @jax.jit
+    def draw(keys: jax.Array) -> Arrays:
+        return tuple(
+            (jax.random.normal(key, shape, jnp.float32) * scale).astype(dtype)
+            for key, shape, scale in zip(keys, shapes, scales, strict=True)
+        )
+
+    return draw(keys)
+
+
+def plain_mlp(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
+    """What a user writes without this package."""
+    return (jax.nn.silu(x @ w_gate) * (x @ w_up)) @ w_down
+
+
+def with_gradients(mlp: Callable[..., jax.Array]) -> Callable[..., Arrays]:
+    """(x, w_gate, w_up, w_down, dout) -> (out, dx, dw_gate, dw_up, dw_down)."""
+
+    def step(*args: jax.Array) -> Arrays:
+        out, pullback = jax.vjp(mlp, *args[:-1])
+        return (out, *pullback(args[-1]))
+
+    return step
+
+
+def median_ms(
+    candidates: dict[str, Callable[..., Any]],
+    args: Sequence[jax.Array],
+    *,
+    rounds: int = 9,
+    seconds_per_round: float = 0.03,
+) -> dict[str, float]:
+    """Median milliseconds of one call of each candidate, measured in turn, round by round."""
+    calls = {}
+    for name, function in candidates.items():
+        jax.block_until_ready(function(*args))
+        start = time.perf_counter()
+        jax.block_until_ready([function(*args) for _ in range(3)])
+        once = (time.perf_counter() - start) / 3
+        calls[name] = max(3, min(300, int(seconds_per_round / once)))
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, function in candidates.items():
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                out = function(*args)
+            jax.block_until_ready(out)
+            times[name].append((time.perf_counter() - start) / calls[name] * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def environment() -> dict[str, Any]:
+    """Versions, device and commit."""
+    device = jax.devices()[0]
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    return {
+        "device": device.device_kind,
+        "platform_version": getattr(device.client, "platform_version", ""),
+        "cudnn": _load.format_version(_load.cudnn_status().version),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }

@@ -1,0 +1,65 @@
+"""Times against plain `jax.jit`, measured in one process, in turn."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_swiglu as js
+from benchmarks.common import MODELS, Model, make_data, median_ms, plain_mlp, with_gradients
+
+ROWS = (16, 2048, 8192)
+LAYERS = 8
+# XLA's Triton GEMMs copy weights that are sliced from a stack; an informed user turns them off.
+NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+Mlp = Callable[..., jax.Array]
+
+
+def _stacked(mlp: Mlp) -> Mlp:
+    """The layers of a model, as JAX language models run them, with a residual connection."""
+
+    def forward(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+            return x + mlp(x, *weights), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    return forward
+
+
+def _peers(make: Callable[[Mlp], Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    ours, plain = make(js.swiglu_mlp), make(plain_mlp)
+    return {
+        "ours": jax.jit(ours),
+        "xla": jax.jit(plain),
+        "xla_no_triton": jax.jit(plain, compiler_options=NO_TRITON),
+    }
+
+
+def _entry(what: str, model: Model, m: int, times: dict[str, float]) -> dict[str, Any]:
+    return {
+        "what": what,
+        "model": model.name,
+        "hidden": model.hidden,
+        "intermediate": model.intermediate,
+        "m": m,
+        "ms": times,
+        "speedup_over_xla": times["xla"] / times["ours"],
+        "speedup_over_xla_no_triton": times["xla_no_triton"] / times["ours"],
+    }
+
+
+def run(models: Sequence[Model] = MODELS) -> Iterator[dict[str, Any]]:
+    """Forward, and forward with backward, of one layer; then forward in a scan over layers."""
+    for model in models:
+        for m in ROWS:
+            args = make_data(m, model.hidden, model.intermediate, jnp.bfloat16)
+            yield _entry("forward", model, m, median_ms(_peers(lambda mlp: mlp), args[:-1]))
+            yield _entry("forward+backward", model, m, median_ms(_peers(with_gradients), args))
+    model = MODELS[1]
+    for m in ROWS:
+        args = make_data(m, model.hidden, model.intermediate, jnp.bfloat16, layers=LAYERS)
+        times = median_ms(_peers(_stacked), args[:-1])
+        yield _entry(f"forward, scan over {LAYERS} layers", model, m, times)
