@@ -87,15 +87,12 @@ def median_ms(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def environment() -> dict[str, Any]:
-    """Versions, device and commit."""
+def environment(commit: str | None) -> dict[str, Any]:
+    """Versions, device and commit; None asks git."""
     device = jax.devices()[0]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    if commit is None:
+        git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return {
         "device": device.device_kind,
         "platform_version": getattr(device.client, "platform_version", ""),

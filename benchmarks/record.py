@@ -23,11 +23,12 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--model", action="append", help="restrict to this model; may be repeated")
+    parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
     args = parser.parse_args()
     models = [m for m in common.MODELS if args.model is None or m.name in args.model]
     if jax.default_backend() != "gpu":
         parser.error("needs an NVIDIA GPU")
-    record: dict[str, Any] = {"environment": common.environment()}
+    record: dict[str, Any] = {"environment": common.environment(args.commit)}
     print(record["environment"], flush=True)
     for name in args.sections or SECTIONS:
         start = time.perf_counter()

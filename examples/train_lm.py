@@ -34,9 +34,12 @@ from jax_swiglu.nnx import SwiGLUMLP
 
 VOCAB = 256  # one token per byte value
 BIGRAM_MARGIN = 0.1  # nats per byte below the bigram model that count as clearly below
-# Largest gap allowed between the two loss curves, in nats per byte. They start from the same
-# parameters and see the same data; what remains is rounding, which training amplifies.
-CURVE_TOLERANCE = {"float32": 0.02, "bfloat16": 0.05}
+# Gaps allowed between the two loss curves, in nats per byte. They start from the same parameters
+# and see the same data, so that at first they differ by rounding alone: a wrong gradient shows
+# there. Later training amplifies rounding (changing the embedding by one unit in the last place
+# moves single float32 losses by 0.03 within 300 steps), and only the mean gap says something.
+EARLY_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.03}
+MEAN_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
@@ -418,7 +421,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Config, argparse.Namespace]:
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=type(default), default=default, help=meaning)
     parser.add_argument(
-        "--dtype", choices=list(CURVE_TOLERANCE), default=preset.dtype, help="computation dtype"
+        "--dtype", choices=list(EARLY_TOLERANCE), default=preset.dtype, help="computation dtype"
     )
     parser.add_argument(
         "--implementation",
@@ -470,11 +473,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if args.mlp == "both":
         gap = np.abs(runs["swiglu"].losses - runs["flax"].losses)
-        tolerance = CURVE_TOLERANCE[config.dtype]
+        early, tolerance = gap[: max(10, config.steps // 10)], EARLY_TOLERANCE[config.dtype]
         check(
-            bool(gap.max() <= tolerance),
-            f"loss curves of swiglu and flax differ by at most {gap.max():.2g} nats per byte "
-            f"(step {gap.argmax() + 1}; mean {gap.mean():.2g}), allowed: {tolerance}",
+            bool(early.max() <= tolerance and gap.mean() <= MEAN_TOLERANCE),
+            f"loss curves of swiglu and flax, nats per byte apart: at most {early.max():.2g} in "
+            f"the first {len(early)} steps (allowed: {tolerance}), {gap.mean():.2g} on average "
+            f"(allowed: {MEAN_TOLERANCE}), at most {gap.max():.2g} (step {gap.argmax() + 1})",
         )
 
     path = args.out / "loss.png"

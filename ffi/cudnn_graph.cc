@@ -2,8 +2,10 @@
 
 #include <cudnn_frontend.h>
 
+#include <algorithm>
 #include <mutex>
 #include <stdexcept>
+#include <unordered_map>
 #include <utility>
 
 namespace jax_swiglu {
@@ -12,6 +14,9 @@ namespace {
 namespace fe = cudnn_frontend;
 using FeGraph = fe::graph::Graph;
 using FeTensor = std::shared_ptr<fe::graph::Tensor_attributes>;
+
+// The engine that runs plain GEMMs as cuBLAS does.
+constexpr int64_t kGemmEngine = 0;
 
 const std::vector<fe::HeurMode_t> kHeuristics = {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK};
 
@@ -94,21 +99,20 @@ std::unique_ptr<FeGraph> BuildFrontendGraph(const GraphSpec& spec, int64_t align
 
 class CudnnPlan final : public Plan {
  public:
-  CudnnPlan(const PlanConfig& config, std::unique_ptr<FeGraph> graph)
-      : Plan(config.name), proposal_(config.proposal), graph_(std::move(graph)) {}
+  CudnnPlan(std::string name, std::unique_ptr<FeGraph> graph, int64_t index)
+      : Plan(std::move(name)), index_(index), graph_(std::move(graph)) {}
 
-  void Execute(cudnnContext* handle, const std::vector<void*>& pointers,
-               void* workspace) override {
+  void Execute(cudnnContext* handle, const std::vector<void*>& pointers, void* workspace) override {
     // An execution plan is not safe to use from several threads at once.
     const std::lock_guard<std::mutex> lock(mutex_);
     // The frontend takes pointers in the order of uids, and only reads them.
     Check(graph_->execute_plan_at_index(handle, const_cast<void**>(pointers.data()),
-                                        static_cast<int>(pointers.size()), workspace, proposal_),
+                                        static_cast<int>(pointers.size()), workspace, index_),
           "execution failed");
   }
 
  private:
-  const int64_t proposal_;
+  const int64_t index_;
   std::mutex mutex_;
   std::unique_ptr<FeGraph> graph_;
 };
@@ -127,22 +131,42 @@ std::vector<PlanConfig> ProposePlans(const GraphSpec& spec, int64_t alignment,
     configs.push_back(std::move(config));
   }
   if (configs.empty()) throw std::runtime_error("cuDNN: no engine for this graph");
+  // The heuristics name one or two kernels of the GEMM engine, by clocks that it does not keep
+  // under load: others need less power.
+  std::vector<fe::Knob> knobs;
+  if (spec.nodes.size() == 1 && spec.has_matmul() &&
+      graph->get_knobs_for_engine(kGemmEngine, knobs).is_good()) {
+    for (const fe::Knob& knob : knobs) {
+      if (knob.type != fe::KnobType_t::KERNEL_CFG) continue;
+      for (int64_t k = std::max<int64_t>(knob.minValue, 1);
+           k <= std::min<int64_t>(knob.maxValue, 7); ++k) {
+        configs.push_back({-1, k, "eng0_k24=" + std::to_string(k)});
+      }
+    }
+  }
   return configs;
 }
 
 std::shared_ptr<Plan> BuildPlan(const GraphSpec& spec, const PlanConfig& config, int64_t alignment,
                                 cudnnContext* handle) {
   auto graph = BuildFrontendGraph(spec, alignment, handle);
-  Check(graph->create_execution_plans(kHeuristics), "no engine for this graph");
+  if (config.proposal >= 0) {
+    Check(graph->create_execution_plans(kHeuristics), "no engine for this graph");
+  } else {
+    const std::unordered_map<fe::KnobType_t, int64_t> knobs = {
+        {fe::KnobType_t::KERNEL_CFG, config.gemm_kernel}};
+    Check(graph->create_execution_plan(kGemmEngine, knobs), "plan not supported");
+  }
+  const int64_t index = std::max<int64_t>(config.proposal, 0);
   graph->deselect_workspace_greater_than(kPlanWorkspaceBytes);
-  Check(graph->build_plan_at_index(config.proposal), "plan could not be built");
+  Check(graph->build_plan_at_index(index), "plan could not be built");
   int64_t workspace = 0;
-  Check(graph->get_workspace_size_plan_at_index(config.proposal, workspace), "no workspace size");
+  Check(graph->get_workspace_size_plan_at_index(index, workspace), "plan without workspace size");
   if (workspace > kPlanWorkspaceBytes) {
     throw std::runtime_error("cuDNN: plan needs " + std::to_string(workspace) +
                              " bytes of workspace");
   }
-  return std::make_shared<CudnnPlan>(config, std::move(graph));
+  return std::make_shared<CudnnPlan>(config.name, std::move(graph), index);
 }
 
 }  // namespace jax_swiglu

@@ -14,18 +14,20 @@ struct cudnnContext;
 
 namespace jax_swiglu {
 
-// One of the plans that cuDNN's heuristics propose for a graph.
+// One candidate plan for a graph: a proposal of cuDNN's heuristics, or else a kernel of the GEMM
+// engine.
 struct PlanConfig {
-  int64_t proposal = 0;  // position in their list
-  std::string name;      // engine and knobs, as cuDNN writes them: "eng4_k2=9_k24=46"
+  int64_t proposal = -1;     // position in the list of the heuristics
+  int64_t gemm_kernel = -1;  // where it is none of theirs
+  std::string name;          // engine and knobs, as cuDNN writes them: "eng4_k2=9_k24=46"
 };
 
 // Alignment in bytes that a plan may assume of all its pointers. XLA's own buffers have at least
 // this one; a slice of a stack of weights is aligned only as its size is.
 inline constexpr int64_t kFullAlignment = 16;
 
-// What cuDNN's heuristics propose for `graph`, best guess first. Throws std::runtime_error where
-// cuDNN has no engine for it.
+// What cuDNN's heuristics propose for `graph`, best guess first, and for a plain GEMM more kernels
+// of the GEMM engine. Throws std::runtime_error where cuDNN has no engine for it.
 std::vector<PlanConfig> ProposePlans(const GraphSpec& graph, int64_t alignment,
                                      cudnnContext* handle);
 
@@ -35,9 +37,9 @@ class Plan {
  public:
   virtual ~Plan() = default;
 
-  // Enqueues the graph on the handle's stream. `pointers` are those of the graph's tensors in memory,
-  // in the order of GraphSpec::tensors. Allocates no device memory and does not synchronise, so it
-  // may be captured. Throws std::runtime_error with cuDNN's message.
+  // Enqueues the graph on the handle's stream. `pointers` are those of the graph's tensors in
+  // memory, in the order of GraphSpec::tensors. Allocates no device memory and does not
+  // synchronise, so it may be captured. Throws std::runtime_error with cuDNN's message.
   virtual void Execute(cudnnContext* handle, const std::vector<void*>& pointers,
                        void* workspace) = 0;
 
@@ -50,8 +52,8 @@ class Plan {
   std::string name_;
 };
 
-// Compiles a plan; may take seconds. Throws std::runtime_error where cuDNN cannot, or where the plan
-// wants more than kPlanWorkspaceBytes.
+// Compiles a plan; may take seconds. Throws std::runtime_error where cuDNN cannot, or where the
+// plan wants more than kPlanWorkspaceBytes.
 std::shared_ptr<Plan> BuildPlan(const GraphSpec& graph, const PlanConfig& config, int64_t alignment,
                                 cudnnContext* handle);
 

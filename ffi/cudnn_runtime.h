@@ -16,9 +16,9 @@ namespace jax_swiglu {
 // Paths or sonames under which to look for libcudnn.
 void SetCudnnCandidates(std::vector<std::string> candidates);
 
-// Loads libcudnn at the first call: the one that is in the process already, if there is one, so that
-// XLA and we use the same; else the first candidate that loads. Returns its version, e.g. 91900.
-// Throws std::runtime_error with the loader's messages.
+// Loads libcudnn at the first call: the one that is in the process already, if there is one, so
+// that XLA and we use the same; else the first candidate that loads. Returns its version, e.g.
+// 91900. Throws std::runtime_error with the loader's messages.
 int64_t LoadCudnn();
 
 // The version of the loaded library, 0 before LoadCudnn.

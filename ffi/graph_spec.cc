@@ -62,9 +62,8 @@ class GraphBuilder {
   int Matrix(const char* name, int buffer, DType dtype, int64_t rows, int64_t columns,
              bool transposed) {
     const int64_t size = rows * columns;
-    const std::array<int64_t, 3> strides = transposed
-                                               ? std::array<int64_t, 3>{size, 1, rows}
-                                               : std::array<int64_t, 3>{size, columns, 1};
+    const std::array<int64_t, 3> strides = transposed ? std::array<int64_t, 3>{size, 1, rows}
+                                                      : std::array<int64_t, 3>{size, columns, 1};
     spec_.tensors.push_back({name, buffer, dtype, {p_.batch, rows, columns}, strides});
     return static_cast<int>(spec_.tensors.size()) - 1;
   }

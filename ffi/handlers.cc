@@ -46,9 +46,7 @@ struct Call {
   void* workspace = nullptr;  // scratch, then the workspace of the plans
   int64_t alignment = kFullAlignment;
 
-  void* plan_workspace() const {
-    return static_cast<char*>(workspace) + ScratchBytes(problem);
-  }
+  void* plan_workspace() const { return static_cast<char*>(workspace) + ScratchBytes(problem); }
 };
 
 template <typename T>
@@ -129,8 +127,7 @@ Call ParseCall(const Config& config, ffi::RemainingArgs args, ffi::RemainingRets
   const ffi::AnyBuffer out = *rets.get<ffi::AnyBuffer>(0).value();
   const auto dims = lhs.dimensions();
   const size_t rank = dims.size();
-  if (rank < 2 || rank > 3 || rhs.dimensions().size() != rank ||
-      out.dimensions().size() != rank) {
+  if (rank < 2 || rank > 3 || rhs.dimensions().size() != rank || out.dimensions().size() != rank) {
     throw std::invalid_argument("operands must have two or three dimensions");
   }
   Problem& p = call.problem;
@@ -187,8 +184,7 @@ const PreparedRoute& Lookup(CallSite& site, const Call& call, int64_t alignment,
 template <Op op>
 ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary attributes) {
   auto site = std::make_unique<CallSite>();
-  ffi::Error error =
-      Guard(op, nullptr, [&] { site->config = ParseConfig(op, attributes); });
+  ffi::Error error = Guard(op, nullptr, [&] { site->config = ParseConfig(op, attributes); });
   if (error.failure()) return ffi::Unexpected(std::move(error));
   return ffi::ErrorOr<std::unique_ptr<CallSite>>(std::move(site));
 }
@@ -244,27 +240,27 @@ ffi::Error HostExecute(ffi::Dictionary attributes, ffi::RemainingArgs args,
 }
 
 // The symbols XLA calls: one set of four for each op.
-#define JAX_SWIGLU_DEFINE_HANDLERS(Name)                                                        \
-  XLA_FFI_DEFINE_HANDLER(Name##Instantiate, Instantiate<Op::k##Name>,                           \
-                         ffi::Ffi::BindInstantiate().Attrs());                                  \
-  XLA_FFI_DEFINE_HANDLER(Name##Initialize, Initialize<Op::k##Name>,                             \
-                         ffi::Ffi::BindInitialize()                                             \
-                             .Ctx<ffi::PlatformStream<CUstream>>()                              \
-                             .Ctx<ffi::DeviceOrdinal>()                                         \
-                             .Ctx<ffi::State<CallSite>>()                                       \
-                             .Attrs()                                                           \
-                             .RemainingArgs()                                                   \
-                             .RemainingRets());                                                 \
-  XLA_FFI_DEFINE_HANDLER(Name##Execute, Execute<Op::k##Name>,                                   \
-                         ffi::Ffi::Bind()                                                       \
-                             .Ctx<ffi::PlatformStream<CUstream>>()                              \
-                             .Ctx<ffi::DeviceOrdinal>()                                         \
-                             .Ctx<ffi::State<CallSite>>()                                       \
-                             .Attrs()                                                           \
-                             .RemainingArgs()                                                   \
-                             .RemainingRets(),                                                  \
-                         {ffi::Traits::kCmdBufferCompatible});                                  \
-  XLA_FFI_DEFINE_HANDLER(Name##HostExecute, HostExecute<Op::k##Name>,                           \
+#define JAX_SWIGLU_DEFINE_HANDLERS(Name)                              \
+  XLA_FFI_DEFINE_HANDLER(Name##Instantiate, Instantiate<Op::k##Name>, \
+                         ffi::Ffi::BindInstantiate().Attrs());        \
+  XLA_FFI_DEFINE_HANDLER(Name##Initialize, Initialize<Op::k##Name>,   \
+                         ffi::Ffi::BindInitialize()                   \
+                             .Ctx<ffi::PlatformStream<CUstream>>()    \
+                             .Ctx<ffi::DeviceOrdinal>()               \
+                             .Ctx<ffi::State<CallSite>>()             \
+                             .Attrs()                                 \
+                             .RemainingArgs()                         \
+                             .RemainingRets());                       \
+  XLA_FFI_DEFINE_HANDLER(Name##Execute, Execute<Op::k##Name>,         \
+                         ffi::Ffi::Bind()                             \
+                             .Ctx<ffi::PlatformStream<CUstream>>()    \
+                             .Ctx<ffi::DeviceOrdinal>()               \
+                             .Ctx<ffi::State<CallSite>>()             \
+                             .Attrs()                                 \
+                             .RemainingArgs()                         \
+                             .RemainingRets(),                        \
+                         {ffi::Traits::kCmdBufferCompatible});        \
+  XLA_FFI_DEFINE_HANDLER(Name##HostExecute, HostExecute<Op::k##Name>, \
                          ffi::Ffi::Bind().Attrs().RemainingArgs().RemainingRets())
 
 JAX_SWIGLU_DEFINE_HANDLERS(GluFwd);

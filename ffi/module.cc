@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -9,6 +10,7 @@
 #include "graph_spec.h"
 #include "handlers.h"
 #include "plan_store.h"
+#include "tuner.h"
 
 namespace nb = nanobind;
 using namespace jax_swiglu;
@@ -64,6 +66,11 @@ nb::list RouteNames(const std::string& op, bool extra) {
   return names;
 }
 
+nb::tuple Pick(int candidates, const Timer& timer, double budget_seconds) {
+  const Fastest fastest = PickFastest(candidates, timer, budget_seconds);
+  return nb::make_tuple(fastest.candidate, fastest.seconds);
+}
+
 nb::list Prepared() {
   nb::list all;
   for (const auto& route : PreparedRoutes()) {
@@ -96,5 +103,7 @@ NB_MODULE(_ffi, m) {
         nb::arg("itemsize"), nb::arg("extra"),
         "Size of the workspace result of a call on operands of `itemsize` bytes.");
   m.def("routes", &RouteNames, nb::arg("op"), nb::arg("extra"), "Names of the routes of an op.");
+  m.def("pick_fastest", &Pick, nb::arg("candidates"), nb::arg("timer"), nb::arg("budget_seconds"),
+        "The tuner: (candidate, seconds) of the fastest; timer(candidate, repeats) gives seconds.");
   m.def("prepared", &Prepared, "Routes and plans chosen so far in this process.");
 }

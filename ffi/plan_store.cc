@@ -60,7 +60,9 @@ class Stopwatch {
 
 class Stream {
  public:
-  Stream() { CheckCuda(Driver().stream_create(&stream_, CU_STREAM_NON_BLOCKING), "cuStreamCreate"); }
+  Stream() {
+    CheckCuda(Driver().stream_create(&stream_, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+  }
   ~Stream() { Driver().stream_destroy(stream_); }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
@@ -88,9 +90,9 @@ struct NoPrivateMemory : std::runtime_error {
 };
 
 // Device memory that stands in for the buffers of an op while its plans are timed. Holds random
-// values: on constant ones the GPU needs less power and runs faster than it ever will. Small problems
-// get several sets, used in turn, since in a model the weights of the other layers have passed
-// through the L2 cache before these are needed again.
+// values: on constant ones the GPU needs less power and runs faster than it ever will. Small
+// problems get several sets, used in turn, since in a model the weights of the other layers have
+// passed through the L2 cache before these are needed again.
 class PrivateBuffers {
  public:
   explicit PrivateBuffers(const Problem& problem) {
@@ -114,7 +116,8 @@ class PrivateBuffers {
 
     size_t free_bytes = 0, all_bytes = 0;
     CheckCuda(Driver().mem_get_info(&free_bytes, &all_bytes), "cuMemGetInfo");
-    constexpr int64_t kLeaveFree = int64_t{256} << 20;  // for the kernels that are about to be loaded
+    constexpr int64_t kLeaveFree = int64_t{256}
+                                   << 20;  // for the kernels that are about to be loaded
     if (static_cast<int64_t>(free_bytes) < total + kLeaveFree ||
         Driver().mem_alloc(&memory_, total) != CUDA_SUCCESS) {
       memory_ = 0;
@@ -311,9 +314,12 @@ class Store {
     const Fastest fastest = PickFastest(
         static_cast<int>(candidates.size()),
         [&](int i, int repeats) {
-          return TimeSteps(candidates[i]->steps, memory, repeats, device, stream.get());
+          const double seconds =
+              TimeSteps(candidates[i]->steps, memory, repeats, device, stream.get());
+          Log("  route %s, %d runs: %.1f us", candidates[i]->route.c_str(), repeats, seconds * 1e6);
+          return seconds;
         },
-        /*budget_seconds=*/1);
+        /*budget_seconds=*/2);
     if (fastest.candidate < 0) throw std::runtime_error("cuDNN has no working plan for this");
     candidates[fastest.candidate]->seconds = fastest.seconds;
     Log("%s: route %s at %.1f us, chosen in %.2f s", problem.ToString().c_str(),
@@ -362,8 +368,8 @@ class Store {
           [&](int i, int repeats) {
             const double seconds =
                 TimeSteps({{plans[i], buffers}}, memory, repeats, device, stream);
-            Log("  %zu nodes, %s, %d runs: %.1f us", graph->nodes.size(),
-                plans[i]->name().c_str(), repeats, seconds * 1e6);
+            Log("  %zu nodes, %s, %d runs: %.1f us", graph->nodes.size(), plans[i]->name().c_str(),
+                repeats, seconds * 1e6);
             return seconds;
           },
           /*budget_seconds=*/2);
@@ -374,7 +380,7 @@ class Store {
 
   // Compiles the candidates on several threads. Stops taking up new ones when the time is over.
   static void BuildAll(std::vector<Candidate>& candidates, int device, CUstream stream) {
-    constexpr double kBudgetSeconds = 5;
+    constexpr double kBudgetSeconds = 10;
     const Stopwatch time;
     std::atomic<size_t> next{0};
     const auto work = [&] {

@@ -27,8 +27,8 @@ struct PreparedRoute {
   std::string problem, route;
   int device = 0;
   int64_t alignment = kFullAlignment;
-  bool tuned = false;   // false: the heuristics' first plan
-  double seconds = 0;   // of one run, as tuned; 0 where it was not
+  bool tuned = false;  // false: the heuristics' first plan
+  double seconds = 0;  // of one run, as tuned; 0 where it was not
   std::vector<Step> steps;
   mutable std::atomic<int64_t> executions{0};  // by the handler, replays of CUDA graphs not counted
 
@@ -36,11 +36,11 @@ struct PreparedRoute {
   void Execute(const Buffers& buffers, void* plan_workspace, CUstream stream) const;
 };
 
-// The route for `problem` on `device`, prepared if it is not yet: candidates are compiled, and timed
-// on private memory on a stream of their own; the buffers of the run are not touched. `route` is
-// empty for the fastest, or the name of a route, or "name:i" for the i-th plan that cuDNN's
-// heuristics propose for the last graph of a route. `stream` is the run's. Throws std::runtime_error,
-// std::invalid_argument where there is no such route or plan.
+// The route for `problem` on `device`, prepared if it is not yet: candidates are compiled, and
+// timed on private memory on a stream of their own; the buffers of the run are not touched. `route`
+// is empty for the fastest, or the name of a route, or "name:i" for the i-th plan that cuDNN's
+// heuristics propose for the last graph of a route. `stream` is the run's. Throws
+// std::runtime_error, std::invalid_argument where there is no such route or plan.
 std::shared_ptr<const PreparedRoute> Prepare(const Problem& problem, const std::string& route,
                                              int64_t alignment, int device, CUstream stream);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <numeric>
 #include <vector>
 
 namespace jax_swiglu {
@@ -10,7 +11,7 @@ namespace {
 
 struct Entry {
   int candidate;
-  double first_seconds;
+  double best_guess;  // seconds of one run, by the measurements so far
   std::vector<double> seconds = {};
 };
 
@@ -27,9 +28,9 @@ Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds) {
   const auto start = Clock::now();
   const auto spent = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
 
+  // Once each. The first proposals are the likely ones, so a budget that ends here has seen them.
   std::vector<Entry> entries;
   for (int i = 0; i < candidates; ++i) {
-    // The first proposals are the likely ones, so a budget that ends here has seen them.
     if (!entries.empty() && spent() > budget_seconds / 2) break;
     try {
       timer(i, 1);  // the first run loads the kernel
@@ -38,30 +39,42 @@ Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds) {
     }
   }
   if (entries.empty()) return {};
-  std::sort(entries.begin(), entries.end(),
-            [](const Entry& a, const Entry& b) { return a.first_seconds < b.first_seconds; });
-
-  constexpr double kDropFactor = 1.5;
-  constexpr size_t kFinalists = 6;
-  const double limit = entries.front().first_seconds * kDropFactor;
-  while (entries.size() > kFinalists || entries.back().first_seconds > limit) entries.pop_back();
-
-  // One measurement is long enough to be exact and to keep the GPU under load.
-  constexpr double kMeasurementSeconds = 0.01;
-  constexpr int kRounds = 5;
-  for (int round = 0; round < kRounds; ++round) {
-    if (round > 0 && (entries.size() == 1 || spent() > budget_seconds)) break;
-    for (Entry& entry : entries) {
-      const double runs = kMeasurementSeconds / std::max(entry.first_seconds, 1e-6);
-      entry.seconds.push_back(timer(entry.candidate, std::clamp(static_cast<int>(runs), 2, 100)));
+  const auto keep_best = [&entries](size_t most, double factor) {
+    std::sort(entries.begin(), entries.end(),
+              [](const Entry& a, const Entry& b) { return a.best_guess < b.best_guess; });
+    const double limit = entries.front().best_guess * factor;
+    while (entries.size() > most || entries.back().best_guess > limit) entries.pop_back();
+  };
+  // Adds one measurement of about `seconds` to each entry.
+  const auto measure = [&](double seconds, bool settle) {
+    for (Entry& e : entries) {
+      const int runs =
+          std::clamp(static_cast<int>(seconds / std::max(e.best_guess, 1e-6)), 2, 1000);
+      if (settle) timer(e.candidate, runs);
+      e.seconds.push_back(timer(e.candidate, runs));
     }
+  };
+
+  keep_best(6, 1.5);
+  constexpr double kShortSeconds = 0.01;
+  for (int round = 0; round < 3; ++round) measure(kShortSeconds, /*settle=*/false);
+  for (Entry& e : entries) e.best_guess = Median(e.seconds);
+
+  // Long kernels are limited by power: their clocks go down within milliseconds, by more for some
+  // than for others, so the ones that are close are compared under continuous load.
+  keep_best(4, 1.1);
+  constexpr double kLongKernelSeconds = 1e-4, kContinuousSeconds = 0.08;
+  if (entries.size() > 1 && entries.front().best_guess > kLongKernelSeconds) {
+    for (Entry& e : entries) e.seconds.clear();
+    for (int round = 0; round < 2 && (round == 0 || spent() < budget_seconds); ++round) {
+      measure(kContinuousSeconds, /*settle=*/true);
+    }
+    for (Entry& e : entries) {
+      e.best_guess = std::accumulate(e.seconds.begin(), e.seconds.end(), 0.0) / e.seconds.size();
+    }
+    keep_best(1, 1);
   }
-  Fastest fastest;
-  for (const Entry& entry : entries) {
-    const double seconds = Median(entry.seconds);
-    if (fastest.candidate < 0 || seconds < fastest.seconds) fastest = {entry.candidate, seconds};
-  }
-  return fastest;
+  return {entries.front().candidate, entries.front().best_guess};
 }
 
 }  // namespace jax_swiglu

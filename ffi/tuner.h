@@ -16,9 +16,9 @@ struct Fastest {
   double seconds = 0;
 };
 
-// Every candidate is run once; those far from the best are dropped at once. The rest are timed hot,
-// in turn, so that a drift of the clocks meets all of them alike, until `budget_seconds` are spent;
-// the lowest median wins.
+// Every candidate is run once, and those far from the best are dropped at once. The rest are timed
+// hot, in turn; those that are still close, and long enough to be limited by power, once more under
+// continuous load. `budget_seconds` bounds the work roughly: no measurement is begun after it.
 Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds);
 
 }  // namespace jax_swiglu

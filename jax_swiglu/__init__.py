@@ -5,6 +5,9 @@
 See `swiglu_mlp`. The Flax layers are `jax_swiglu.nnx.SwiGLUMLP` and `jax_swiglu.linen.SwiGLUMLP`.
 """
 
+import importlib
+from types import ModuleType
+
 from jax_swiglu import _load
 from jax_swiglu._api import swiglu, swiglu_mlp
 from jax_swiglu._explain import Explanation, Stage, explain
@@ -12,6 +15,14 @@ from jax_swiglu._explain import Explanation, Stage, explain
 __version__ = "0.1.0"
 
 __all__ = ["Explanation", "Stage", "explain", "swiglu", "swiglu_mlp"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Imports the Flax layers when they are asked for: Flax is optional."""
+    if name in ("linen", "nnx"):
+        return importlib.import_module(f"jax_swiglu.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # At import, so that programs that were compiled or exported elsewhere find their targets.
 _load.register()

@@ -1,9 +1,9 @@
 """`python -m jax_swiglu`: versions, devices, the cuDNN found, and what would run."""
 
+import importlib.metadata
 import platform
 
 import jax
-import jaxlib
 import numpy as np
 
 import jax_swiglu
@@ -11,8 +11,10 @@ from jax_swiglu import _load
 
 
 def main() -> None:
+    """Prints the report."""
     print(f"jax_swiglu {jax_swiglu.__version__}, Python {platform.python_version()}")
-    print(f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, numpy {np.__version__}")
+    packages = ("jax", "jaxlib", "numpy")
+    print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages))
     for device in jax.devices():
         capability = getattr(device, "compute_capability", None)
         suffix = f", compute capability {capability}" if capability else ""

@@ -1,5 +1,7 @@
 """The public functions."""
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -37,7 +39,8 @@ def configure(
     for name, dtypes in (("cudnn", CUDNN_DTYPES), ("host", HOST_DTYPES)):
         if implementation == name and compute not in dtypes:
             raise NotImplementedError(
-                f"implementation={name!r} computes in {', '.join(map(str, dtypes))}; got {compute}. "
+                f"implementation={name!r} computes in {', '.join(map(str, dtypes))}; "
+                f"got {compute}. "
                 'Pass dtype="bfloat16", or implementation=None to let XLA run it'
             )
     return Config(
@@ -53,10 +56,32 @@ def _arrays(**operands: ArrayLike) -> dict[str, jax.Array]:
     return {name: jnp.asarray(value) for name, value in operands.items()}
 
 
+def _varying_axes(x: jax.Array) -> frozenset[str]:
+    """The manual mesh axes that x varies over inside `shard_map`."""
+    aval: Any = jax.typeof(x)
+    return aval.vma if hasattr(aval, "vma") else aval.mat.varying  # JAX 0.9, 0.10; since 0.11
+
+
+def _vary_alike(operands: Iterable[jax.Array]) -> list[jax.Array]:
+    """Makes all operands vary over the same manual mesh axes.
+
+    The gradient of an operand that did not vary is thereby summed over the axes that it lacked, and
+    only once.
+    """
+    operands = list(operands)
+    axes = frozenset[str]().union(*map(_varying_axes, operands))
+    missing = [tuple(axes - _varying_axes(a)) for a in operands]
+    return [
+        jax.lax.pcast(a, names, to="varying") if names else a
+        for a, names in zip(operands, missing, strict=True)
+    ]
+
+
 def _apply(function: Any, config: Config, operands: dict[str, jax.Array]) -> jax.Array:
     """Calls function(config, x, ...) with the leading dimensions of x folded into rows."""
-    x, *weights = operands.values()
-    out = function(config, x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x, *weights)
+    x, *weights = _vary_alike(operands.values())
+    rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    out = function(config, rows, *weights)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
@@ -96,8 +121,9 @@ def swiglu_mlp(
       residuals: what the forward pass keeps for the backward pass beside its inputs. "gate_up":
         gate and up, 2·M·I elements. "full": also h. "input": nothing; gate and up are recomputed.
       implementation: None: cuDNN on CUDA where it applies, else XLA. "cudnn": cuDNN or an error.
-        "xla": plain JAX. "host": the custom calls of "cudnn", evaluated by plain C++ on the CPU;
-        slow, for tests and debugging.
+        "xla": plain JAX, differentiated by JAX, so that all gradients pass through the computation
+        dtype. "host": the custom calls of "cudnn", evaluated by plain C++ on the CPU; slow, for
+        tests and debugging.
 
     Returns:
       `[..., O]` in the computation dtype.

@@ -81,5 +81,5 @@ def cudnn_status() -> CudnnStatus:
 
 
 def format_version(version: int) -> str:
-    """91900 -> 9.19.0"""
+    """9.19.0 for 91900."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -1,4 +1,4 @@
-"""What the operations compute, in plain JAX. This is an implementation: it runs wherever cuDNN does not.
+"""What the operations compute, in plain JAX: the implementation wherever cuDNN does not run.
 
 All functions take matrices `[rows, columns]` or, with a batch in front, `[batch, rows, columns]`.
 GEMM results are rounded to their dtype; the activation is computed in at least float32.
@@ -60,7 +60,7 @@ def _silu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[ja
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x if x.dtype.itemsize > 4 else x.astype(jnp.float32)
 
 
 def activation(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -68,7 +68,14 @@ def check_operands(weight_layout: str, operands: dict[str, jax.Array]) -> None:
 
 def computation_dtype(dtype: Any, operands: Sequence[jax.Array]) -> np.dtype:
     """The dtype to compute in: the one asked for, else JAX's promotion of all operands."""
-    result = np.dtype(jnp.result_type(*operands) if dtype is None else dtype)
-    if not jnp.issubdtype(result, jnp.floating) or result.itemsize < 2:
+    try:
+        result = np.dtype(jnp.result_type(*operands) if dtype is None else dtype)
+        supported = jnp.issubdtype(result, jnp.floating) and result.itemsize >= 2
+    except TypeError:
+        if dtype is None:
+            raise
+        result, supported = dtype, False
+    if not supported:
         raise TypeError(f"dtype must be bfloat16, float16, float32 or float64; got {result}")
-    return np.dtype(jax.dtypes.canonicalize_dtype(result))
+    # As everywhere in JAX, without 64-bit types float64 becomes float32, with a warning.
+    return np.dtype(jnp.empty(0, result).dtype)

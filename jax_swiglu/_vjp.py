@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
@@ -81,11 +80,12 @@ def _matmul(
 
 
 def _weight_grad(
-    config: Config, inputs: jax.Array, doutputs: jax.Array, out_dtype: np.dtype | None
+    config: Config, inputs: jax.Array | None, doutputs: jax.Array, out_dtype: np.dtype | None
 ) -> jax.Array | None:
     """The gradient of a weight that maps `inputs` to the outputs with cotangent `doutputs`."""
     if out_dtype is None:
         return None
+    assert inputs is not None
     pair = (inputs, doutputs) if config.weight_layout == "in_out" else (doutputs, inputs)
     return _matmul(config, *pair, lhs_transposed=True, out_dtype=out_dtype)
 
@@ -107,9 +107,6 @@ def _inner_grads(
             _matmul, config, rhs_transposed=config.weight_layout == "in_out", out_dtype=wanted.x
         )
         dx = back(dup, w_up, back(dgate, w_gate))
-    if not wanted.weights_in:
-        return dx, None, None
-    assert x is not None
     return (
         dx,
         _weight_grad(config, x, dgate, wanted.w_gate),
@@ -224,10 +221,9 @@ swiglu_mlp.defvjp(_swiglu_mlp_fwd, _swiglu_mlp_bwd, symbolic_zeros=True)
 
 
 def swiglu_xla(config: Config, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
-    return _reference.glu_fwd(
-        *(a.astype(config.dtype) for a in (x, w_gate, w_up)),
-        op_params(config, "", rhs_transposed=config.weight_layout == "out_in"),
-    )[0]
+    x, w_gate, w_up = (a.astype(config.dtype) for a in (x, w_gate, w_up))
+    params = op_params(config, "", rhs_transposed=config.weight_layout == "out_in")
+    return _reference.glu_fwd(x, w_gate, w_up, params)[0]
 
 
 def swiglu_mlp_xla(
@@ -235,7 +231,7 @@ def swiglu_mlp_xla(
 ) -> jax.Array:
     return _reference.dot(
         swiglu_xla(config, x, w_gate, w_up),
-        jnp.asarray(w_down, config.dtype),
+        w_down.astype(config.dtype),
         rhs_transposed=config.weight_layout == "out_in",
         precision=config.precision,
     )
