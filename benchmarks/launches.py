@@ -49,16 +49,17 @@ def _profile(function: Callable[..., Any], args: Sequence[jax.Array]) -> dict[st
 
 
 def run(models: Sequence[Model] = MODELS) -> Iterator[dict[str, Any]]:
-    """Forward, and forward with backward, of the first model."""
-    model, m = models[0], 2048
-    args = make_data(m, model.hidden, model.intermediate, jnp.bfloat16)
-    forward = jax.jit(js.swiglu_mlp)
-    step = jax.jit(with_gradients(js.swiglu_mlp))
-    for what, function, operands in (
-        ("forward", forward, args[:-1]),
-        ("forward+backward", step, args),
-    ):
-        seen = len(_ffi.prepared())
-        entry = {"what": what, "model": model.name, "m": m, **_profile(function, operands)}
-        entry["plans"] = [format_plan(plan) for plan in _ffi.prepared()[seen:]]
-        yield entry
+    """Forward, and forward with backward, of the first model, for few and for many rows."""
+    model = models[0]
+    for m in (16, 2048):
+        args = make_data(m, model.hidden, model.intermediate, jnp.bfloat16)
+        forward = jax.jit(js.swiglu_mlp)
+        step = jax.jit(with_gradients(js.swiglu_mlp))
+        for what, function, operands in (
+            ("forward", forward, args[:-1]),
+            ("forward+backward", step, args),
+        ):
+            seen = len(_ffi.prepared())
+            entry = {"what": what, "model": model.name, "m": m, **_profile(function, operands)}
+            entry["plans"] = [format_plan(plan) for plan in _ffi.prepared()[seen:]]
+            yield entry

@@ -1,6 +1,7 @@
 #include "host_eval.h"
 
 #include <algorithm>
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -136,9 +137,26 @@ float Pointwise(NodeKind kind, float a, float b) {
   return 0;
 }
 
+// XLA's CPU threads flush subnormal numbers to zero, and those of bfloat16 are subnormal in float32
+// too. Within this scope they are kept.
+class KeepSubnormals {
+ public:
+  KeepSubnormals() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~KeepSubnormals() { std::fesetenv(&saved_); }
+  KeepSubnormals(const KeepSubnormals&) = delete;
+  KeepSubnormals& operator=(const KeepSubnormals&) = delete;
+
+ private:
+  std::fenv_t saved_;
+};
+
 }  // namespace
 
 void EvaluateOnHost(const GraphSpec& graph, const Buffers& buffers) {
+  const KeepSubnormals keep_subnormals;
   std::vector<std::vector<float>> values(graph.tensors.size());
   std::vector<bool> computed(graph.tensors.size(), false);
   for (const Node& node : graph.nodes) computed[node.output] = true;

@@ -1,0 +1,59 @@
+"""Turns a record into the Markdown tables of the README.
+
+python -m benchmarks.tables benchmarks/results/h200-2026-12-01.json
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def speed_table(record: dict[str, Any]) -> str:
+    """Milliseconds, and how many times faster than each peer."""
+    rows = [
+        (
+            f"{e['what']}, H{e['hidden']} I{e['intermediate']}",
+            str(e["m"]),
+            *(f"{e['ms'][peer]:.3f}" for peer in ("ours", "xla", "xla_no_triton")),
+            f"{e['speedup_over_xla']:.2f}",
+            f"{e['speedup_over_xla_no_triton']:.2f}",
+        )
+        for e in record["speed"]
+    ]
+    header = ("what", "M", "ours", "XLA", "XLA, no Triton GEMMs", "XLA / ours", "no Triton / ours")
+    return _table(header, rows)
+
+
+def accuracy_table(record: dict[str, Any]) -> str:
+    """The largest ratio of our error to that of plain XLA, by dtype and routes."""
+    worst: dict[tuple[str, str], list[float]] = {}
+    for e in record["accuracy"]:
+        worst.setdefault((e["dtype"], e["routes"]), []).append(e["worst_ratio"])
+    rows = [
+        (dtype, *routes.split("/"), str(len(ratios)), f"{max(ratios):.2f}")
+        for (dtype, routes), ratios in worst.items()
+    ]
+    header = ("dtype", "glu_fwd route", "glu_bwd route", "cases", "largest error / XLA's error")
+    return _table(header, rows)
+
+
+def launches_table(record: dict[str, Any]) -> str:
+    """Kernels per call, as the profiler saw them."""
+    rows = []
+    for e in record["launches"]:
+        for kernel, count in e["kernels_per_call"].items():
+            rows.append((f"{e['what']}, {e['model']}, M {e['m']}", f"`{kernel}`", f"{count:g}"))
+    return _table(("call", "kernel", "launches per call"), rows)
+
+
+TABLES = {"speed": speed_table, "accuracy": accuracy_table, "launches": launches_table}
+
+if __name__ == "__main__":
+    for make in TABLES.values():
+        print(make(json.loads(Path(sys.argv[1]).read_text())), end="\n\n")

@@ -1,0 +1,34 @@
+"""The README's tables are those of the committed record."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "benchmarks" / "results" / "h200-2026-12-01.json"
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    from benchmarks import tables
+
+    return tables
+
+
+def test_tables(tables):
+    record = json.loads(RECORD.read_text())
+    readme = (ROOT / "README.md").read_text()
+    assert RECORD.name in readme
+    assert record["environment"]["commit"] in readme
+    assert tables.speed_table(record) in readme
+    assert tables.accuracy_table(record) in readme
+    assert tables.launches_table(record) in (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_required_accuracy_was_met():
+    accuracy = json.loads(RECORD.read_text())["accuracy"]
+    assert len(accuracy) == 3 * 5 * 2 * 2 * 3
+    assert max(entry["worst_ratio"] for entry in accuracy) <= 1.1
