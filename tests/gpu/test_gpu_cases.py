@@ -260,3 +260,26 @@ def test_tuned(monkeypatch):
     check(run(args), args)
     tuned = [plan for plan in _ffi.prepared() if plan["tuned"] and " m=40 " in plan["problem"]]
     assert {plan["problem"].split()[0] for plan in tuned} == {"glu_fwd", "glu_bwd", "matmul"}
+
+
+@pytest.mark.parametrize(
+    "prologue",
+    [
+        "import jax_swiglu as js; import jax",
+        "import jax; import jax_swiglu as js",
+        "import jax; jax.devices(); import jax_swiglu as js",
+        "import jax_swiglu as js; import jax; jax.devices()",
+    ],
+)
+def test_order_of_imports(prologue, run_python):
+    """The custom calls are found on the platform CUDA whether JAX started it before or after."""
+    program = f"""{prologue}
+import jax.numpy as jnp
+x, w = jnp.ones((16, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+print(jax.jit(lambda *a: js.swiglu_mlp(*a, implementation="cudnn"))(x, w, w, w)[0, 0])
+"""
+    env = {**run_python.keywords["env"], "JAX_PLATFORMS": "cuda"}
+    result = run_python(["python", "-c", program], env=env)
+    assert result.returncode == 0, result.stderr
+    # gate and up are 64, so h is 64 * 64 in each of 64 columns.
+    assert float(result.stdout) == 64 * 4096
