@@ -43,12 +43,13 @@ def configure(
                 f"got {compute}. "
                 'Pass dtype="bfloat16", or implementation=None to let XLA run it'
             )
+    settings: Any = jax.config  # its attributes are made at run time
     return Config(
         dtype=compute,
         weight_layout=weight_layout,
         residuals=residuals,
         implementation=None if implementation == "xla" else implementation,
-        precision=jax.config.jax_default_matmul_precision,
+        precision=settings.jax_default_matmul_precision,
     )
 
 
