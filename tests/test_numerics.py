@@ -298,6 +298,11 @@ def host_gemm(a, b, out_dtype):
     return np.asarray(matmul_p.bind(jnp.asarray(a), jnp.asarray(b), params=params)[0])
 
 
+# All patterns are read, signalling NaNs too, of which NumPy warns.
+SIGNALLING_NANS = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+
+
+@SIGNALLING_NANS
 @pytest.mark.parametrize("dtype", HALF)
 def test_host_reads_and_writes_every_16_bit_number(dtype):
     patterns = np.arange(2**16, dtype=np.uint16)
@@ -313,6 +318,7 @@ def test_host_reads_and_writes_every_16_bit_number(dtype):
     np.testing.assert_array_equal(widened, values.astype(np.float32))
 
 
+@SIGNALLING_NANS
 @pytest.mark.parametrize("dtype", HALF)
 def test_host_rounds_to_nearest_even(dtype):
     patterns = np.arange(2**16, dtype=np.uint16).view(dtype)
