@@ -54,6 +54,9 @@ class OpParams:
     implementation: Literal["cudnn", "host"] | None
     precision: str | None
 
+    def without_addend(self) -> "OpParams":
+        return dataclasses.replace(self, extra=False)
+
     def attributes(self) -> dict[str, np.bool_ | str]:
         return {
             "lhs_transposed": np.bool_(self.lhs_transposed),

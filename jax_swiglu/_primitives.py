@@ -16,26 +16,24 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from jax_swiglu import _ffi, _load, _reference
+from jax_swiglu import _ffi, _load, _partitioning, _reference
 from jax_swiglu._config import CUDNN_DTYPES, HOST_DTYPES, OpParams
 
 Arrays = Sequence[jax.Array]
 
 
-def _shape(aval: Any, rows: int, columns: int, dtype: np.dtype) -> Any:
+def _product(lhs: Any, rhs: Any, params: OpParams) -> Any:
+    """The aval of lhs @ rhs."""
+    row_dim = -1 if params.lhs_transposed else -2
+    column_dim = -2 if params.rhs_transposed else -1
+    shape = (*lhs.shape[:-2], lhs.shape[row_dim], rhs.shape[column_dim])
     # Derived from an operand, so that the result varies over the same manual mesh axes.
-    return aval.update(shape=(*aval.shape[:-2], rows, columns), dtype=dtype)
-
-
-def _sizes(lhs: Any, rhs: Any, params: OpParams) -> tuple[int, int]:
-    """(rows, columns) of the product."""
-    rows = lhs.shape[-1 if params.lhs_transposed else -2]
-    columns = rhs.shape[-2 if params.rhs_transposed else -1]
-    return rows, columns
+    product = lhs.update(shape=shape, dtype=params.out_dtype)
+    return _partitioning.with_explicit_sharding(product, lhs, row_dim, rhs, column_dim)
 
 
 def _glu_fwd_avals(x: Any, w_gate: Any, w_up: Any, *, params: OpParams) -> list[Any]:
-    h = _shape(x, *_sizes(x, w_gate, params), params.out_dtype)
+    h = _product(x, w_gate, params)
     return [h, h, h] if params.extra else [h]
 
 
@@ -44,7 +42,7 @@ def _glu_bwd_avals(dout: Any, w_down: Any, gate: Any, up: Any, *, params: OpPara
 
 
 def _matmul_avals(a: Any, b: Any, *addend: Any, params: OpParams) -> list[Any]:
-    return [_shape(a, *_sizes(a, b, params), params.out_dtype)]
+    return [_product(a, b, params)]
 
 
 def _lower_ffi(
@@ -63,6 +61,19 @@ def _lower_ffi(
         ctx.replace(avals_out=[*ctx.avals_out, workspace]), *operands, **params.attributes()
     )
     return results[:-1]
+
+
+def _lower_call(
+    primitive: Primitive,
+    op: str,
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    params: OpParams,
+) -> Sequence[Any]:
+    """The custom call; where the program spans devices, behind a rule for the partitioner."""
+    if _partitioning.spans_devices(ctx):
+        return _partitioning.lower(primitive, op, ctx, *operands, params=params)
+    return _lower_ffi(op, ctx, *operands, params=params)
 
 
 def _operand_dtype(ctx: mlir.LoweringRuleContext) -> np.dtype:
@@ -102,7 +113,12 @@ def _xla_is_faster(op: str, ctx: mlir.LoweringRuleContext, params: OpParams) -> 
 
 
 def _lower_cuda(
-    op: str, reference: Any, ctx: mlir.LoweringRuleContext, *operands: Any, params: OpParams
+    primitive: Primitive,
+    op: str,
+    reference: Any,
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    params: OpParams,
 ) -> Sequence[Any]:
     if params.implementation == "host":
         raise NotImplementedError(
@@ -113,7 +129,7 @@ def _lower_cuda(
     if obstacle is None and _is_static_and_full(ctx):
         if params.implementation is None and _xla_is_faster(op, ctx, params):
             return reference(ctx, *operands, params=params)
-        return _lower_ffi(op, ctx, *operands, params=params)
+        return _lower_call(primitive, op, ctx, *operands, params=params)
     if obstacle is not None and params.implementation == "cudnn":
         raise NotImplementedError(
             f'implementation="cudnn": {obstacle}. Use implementation=None or "xla" to run on XLA'
@@ -124,7 +140,12 @@ def _lower_cuda(
 
 
 def _lower_default(
-    op: str, reference: Any, ctx: mlir.LoweringRuleContext, *operands: Any, params: OpParams
+    primitive: Primitive,
+    op: str,
+    reference: Any,
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    params: OpParams,
 ) -> Sequence[Any]:
     if params.implementation == "cudnn":
         raise NotImplementedError(
@@ -138,7 +159,7 @@ def _lower_default(
                 f'implementation="host" runs {", ".join(str(d) for d in HOST_DTYPES)}; got '
                 f'{dtype}. Use implementation=None or "xla"'
             )
-        return _lower_ffi(op, ctx, *operands, params=params)
+        return _lower_call(primitive, op, ctx, *operands, params=params)
     return reference(ctx, *operands, params=params)
 
 
@@ -217,8 +238,11 @@ def _make(
     primitive.def_abstract_eval(avals)
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     lowered = mlir.lower_fun(reference, multiple_results=True)
-    mlir.register_lowering(primitive, functools.partial(_lower_default, op, lowered))
-    mlir.register_lowering(primitive, functools.partial(_lower_cuda, op, lowered), platform="cuda")
+    mlir.register_lowering(primitive, functools.partial(_lower_default, primitive, op, lowered))
+    mlir.register_lowering(
+        primitive, functools.partial(_lower_cuda, primitive, op, lowered), platform="cuda"
+    )
+    _partitioning.register(primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive, reference)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, row_operands)
     return primitive

@@ -7,21 +7,31 @@ from typing import Any
 import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding
 
 from jax_swiglu import _reference
 from jax_swiglu._config import Config, op_params
+from jax_swiglu._partitioning import explicit_sharding
 from jax_swiglu._primitives import glu_bwd_p, glu_fwd_p, matmul_p
+
+
+@dataclasses.dataclass(frozen=True)
+class _Type:
+    """What the gradient of an operand has in common with it, beside the shape."""
+
+    dtype: np.dtype
+    sharding: NamedSharding | None  # on meshes with explicit axes
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """The dtypes of the operands whose gradients are wanted; None for the others."""
+    """The operands whose gradients are wanted; None for the others."""
 
-    x: np.dtype | None
-    w_gate: np.dtype | None
-    w_up: np.dtype | None
-    w_down: np.dtype | None = None
+    x: _Type | None
+    w_gate: _Type | None
+    w_up: _Type | None
+    w_down: _Type | None = None
 
     @property
     def weights_in(self) -> bool:
@@ -34,7 +44,12 @@ class _Wanted:
 
 
 def _wanted(*primals: Any) -> _Wanted:
-    return _Wanted(*(np.dtype(p.value.dtype) if p.perturbed else None for p in primals))
+    return _Wanted(
+        *(
+            _Type(np.dtype(p.value.dtype), explicit_sharding(p.value)) if p.perturbed else None
+            for p in primals
+        )
+    )
 
 
 def _glu_fwd(
@@ -57,13 +72,13 @@ def _matmul(
     *addend: jax.Array,
     lhs_transposed: bool = False,
     rhs_transposed: bool = False,
-    out_dtype: np.dtype | None = None,
+    out_type: _Type | None = None,
 ) -> jax.Array:
     """`a @ b [+ addend]` in the computation dtype, with a result of any dtype.
 
     A result wider than the computation dtype comes out of the float32 accumulators.
     """
-    out_dtype = config.dtype if out_dtype is None else out_dtype
+    out_dtype = config.dtype if out_type is None else out_type.dtype
     narrow = config.dtype.itemsize == 2
     gemm_dtype = np.dtype(np.float32) if narrow and out_dtype != config.dtype else config.dtype
     params = op_params(
@@ -76,18 +91,21 @@ def _matmul(
     )
     operands = (a.astype(config.dtype), b.astype(config.dtype))
     (out,) = matmul_p.bind(*operands, *(c.astype(gemm_dtype) for c in addend), params=params)
-    return out.astype(out_dtype)
+    out = out.astype(out_dtype)
+    if out_type is None or out_type.sharding is None:
+        return out
+    return jax.sharding.reshard(out, out_type.sharding)
 
 
 def _weight_grad(
-    config: Config, inputs: jax.Array | None, doutputs: jax.Array, out_dtype: np.dtype | None
+    config: Config, inputs: jax.Array | None, doutputs: jax.Array, out_type: _Type | None
 ) -> jax.Array | None:
     """The gradient of a weight that maps `inputs` to the outputs with cotangent `doutputs`."""
-    if out_dtype is None:
+    if out_type is None:
         return None
     assert inputs is not None
     pair = (inputs, doutputs) if config.weight_layout == "in_out" else (doutputs, inputs)
-    return _matmul(config, *pair, lhs_transposed=True, out_dtype=out_dtype)
+    return _matmul(config, *pair, lhs_transposed=True, out_type=out_type)
 
 
 def _inner_grads(
@@ -104,7 +122,7 @@ def _inner_grads(
     if wanted.x is not None:
         assert w_gate is not None and w_up is not None
         back = functools.partial(
-            _matmul, config, rhs_transposed=config.weight_layout == "in_out", out_dtype=wanted.x
+            _matmul, config, rhs_transposed=config.weight_layout == "in_out", out_type=wanted.x
         )
         dx = back(dup, w_up, back(dgate, w_gate))
     return (

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Two CPU devices, so that shardings have something to shard over. Must be set before JAX starts.
+# Eight CPU devices, so that shardings have something to shard over. Must be set before JAX starts.
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     )
 
 import jax

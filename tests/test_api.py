@@ -60,11 +60,11 @@ def test_literal_types_list_all_choices():
 
 @functions
 def test_documentation(function):
-    text = function.__doc__
+    text = inspect.getdoc(function)
     for section in ("Args:", "Returns:", "Example:"):
         assert section in text
     for parameter in inspect.signature(function).parameters:
-        assert f"\n      {parameter}: " in text
+        assert f"\n  {parameter}: " in text
 
 
 @pytest.mark.parametrize("name", js.__all__)
