@@ -134,14 +134,11 @@ def _partition(
     def compute(*parts: jax.Array) -> tuple[jax.Array, ...]:
         if not summed:
             return tuple(primitive.bind(*parts, params=params))
-        # The addend is added to the sum, not to each summand.
         a, b, *addend = parts
         (out,) = primitive.bind(a, b, params=params.without_addend())
-        for dimension, axis in scattered:
-            out = jax.lax.psum_scatter(out, axis, scatter_dimension=dimension, tiled=True)
-        if reduced:
-            out = jax.lax.psum(out, reduced)
-        return (out + addend[0],) if addend else (out,)
+        shape = shardings(result_factors, result_split)[0].shard_shape(results[0].shape)
+        where = {"scattered": tuple(scattered), "reduced": reduced}
+        return (_device_sum_p.bind(out, *addend, shape=shape, **where),)
 
     operand_split["k"] = summed
     operand_shardings = [
@@ -150,6 +147,37 @@ def _partition(
         *shardings(operand_factors[2:], result_split | {"k": summed}),
     ]
     return mesh, compute, shardings(result_factors, result_split), tuple(operand_shardings)
+
+
+def _device_sum(
+    x: jax.Array,
+    *addend: jax.Array,
+    shape: tuple[int, ...],
+    scattered: Sequence[tuple[int, str]],
+    reduced: Axes,
+) -> jax.Array:
+    """The sum over devices, plus the addend; each device gets its part of scattered dimensions."""
+    del shape
+    for dimension, axis in scattered:
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
+    if reduced:
+        x = jax.lax.psum(x, reduced)
+    return x + addend[0] if addend else x
+
+
+def _lower_device_sum(
+    ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
+) -> Sequence[Any]:
+    # Under `jax.set_mesh` with explicit axes, JAX (0.9 to 0.12) would annotate what is computed
+    # here with shardings, which XLA refuses inside the part of one device.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        summed = functools.partial(_device_sum, **params)
+        return mlir.lower_fun(summed, multiple_results=False)(ctx, *operands)
+
+
+_device_sum_p = Primitive("jax_swiglu_device_sum")
+_device_sum_p.def_abstract_eval(lambda x, *_, shape, **__: x.update(shape=shape))
+mlir.register_lowering(_device_sum_p, _lower_device_sum)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ here runs the opaque custom calls (implementation="host") on eight CPU devices.
 """
 
 import collections
+import contextlib
 import functools
 import math
 import re
@@ -126,6 +127,9 @@ def test_cotangent_with_another_sharding():
     check_all(compiled("host", args)(*args), inputs)
 
 
+@pytest.mark.xfail(
+    jax.__version_info__ < (0, 10), reason="JAX 0.9 cannot read such a sharding", strict=True
+)
 def test_rows_that_the_mesh_does_not_divide():
     inputs = draw(30, H, I, H, "float32")
     rows = NamedSharding(make_mesh((8, 1, 1)), P("data"))
@@ -204,13 +208,15 @@ def test_vmap_over_a_mesh_axis():
         check_all([g[stage] for g in got], inputs)
 
 
+@pytest.mark.parametrize("ambient", [False, True], ids=["", "set_mesh"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_explicit_mesh(layout):
+def test_explicit_mesh(layout, ambient):
     """Gradients have the sharding of their operand as part of their type."""
     inputs = draw(M, H, I, H, "float32")
-    shardings, args = place(make_mesh((2, 2, 2), AxisType.Explicit), layout, inputs)
-    program = compiled("host", args)
-    got = program(*args)
+    mesh = make_mesh((2, 2, 2), AxisType.Explicit)
+    with jax.set_mesh(mesh) if ambient else contextlib.nullcontext():
+        shardings, args = place(mesh, layout, inputs)
+        got = compiled("host", args)(*args)
     check_all(got, inputs)
     for g, sharding in zip(got[1:], shardings, strict=False):
         assert g.sharding.is_equivalent_to(sharding, g.ndim)
