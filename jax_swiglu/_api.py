@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_swiglu import _vjp
@@ -20,6 +21,7 @@ from jax_swiglu._config import (
     Residuals,
     WeightLayout,
 )
+from jax_swiglu._partitioning import explicit_sharding, with_explicit_leading
 from jax_swiglu._shapes import check_choice, check_operands, computation_dtype
 
 
@@ -81,6 +83,18 @@ def _vary_alike(operands: Iterable[jax.Array]) -> list[jax.Array]:
 def _apply(function: Any, config: Config, operands: dict[str, jax.Array]) -> jax.Array:
     """Calls function(config, x, ...) with the leading dimensions of x folded into rows."""
     x, *weights = _vary_alike(operands.values())
+    sharding = explicit_sharding(x)
+    if sharding is not None and any(part is not None for part in sharding.spec[1:-1]):
+        # Only the first of the dimensions that a reshape joins may be split in a type.
+        first, *inner, last = sharding.spec
+        whole = PartitionSpec(first, *(None for _ in inner), last)
+        gathered = jax.sharding.reshard(x, NamedSharding(sharding.mesh, whole))
+        out = _fold(function, config, gathered, weights)
+        return jax.sharding.reshard(out, with_explicit_leading(out, sharding))
+    return _fold(function, config, x, weights)
+
+
+def _fold(function: Any, config: Config, x: jax.Array, weights: list[jax.Array]) -> jax.Array:
     rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     out = function(config, rows, *weights)
     return out.reshape(*x.shape[:-1], out.shape[-1])

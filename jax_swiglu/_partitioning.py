@@ -54,6 +54,15 @@ def explicit_sharding(x: jax.Array) -> NamedSharding | None:
     return sharding if explicit else None
 
 
+def with_explicit_leading(out: jax.Array, like: NamedSharding) -> NamedSharding:
+    """Leading dimensions split as in `like`, the last as in the type of out where axes are left."""
+    leading = like.spec[:-1]
+    taken = {axis for part in leading for axis in _as_axes(part)}
+    last = jax.typeof(out).sharding.spec[-1]
+    last = None if taken & set(_as_axes(last)) else last
+    return NamedSharding(like.mesh, PartitionSpec(*leading, last))
+
+
 def _as_axes(part: Any) -> Axes:
     """One entry of a PartitionSpec."""
     return () if part is None else part if isinstance(part, tuple) else (part,)

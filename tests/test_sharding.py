@@ -165,6 +165,22 @@ def test_leading_dimensions():
     check_all((out.reshape(M, H), dx.reshape(M, H), *dweights), inputs)
 
 
+@pytest.mark.parametrize("split", [("data", "fsdp"), (None, "data")], ids=str)
+def test_split_sequence_on_an_explicit_mesh(split):
+    """A reshape that joins such dimensions has no type; the result is split as x is."""
+    inputs = draw(M, H, I, H, "float32")
+    mesh = make_mesh((2, 2, 2), AxisType.Explicit)
+    sharding = NamedSharding(mesh, P(*split, None))
+    x, dout = (jax.device_put(a.reshape(4, 8, H), sharding) for a in (inputs.x, inputs.dout))
+    w_in, w_down = (NamedSharding(mesh, s) for s in LAYOUTS["tensor parallel"][1:])
+    weights = [jax.device_put(w, s) for w, s in zip(inputs[1:4], (w_in, w_in, w_down), strict=True)]
+    out, dx, *dweights = jax.jit(functools.partial(step, "host"))(x, *weights, dout)
+    assert out.sharding.is_equivalent_to(sharding, 3)
+    assert dx.sharding.is_equivalent_to(sharding, 3)
+    out, dx = (np.asarray(a).reshape(M, H) for a in (out, dx))
+    check_all((out, dx, *dweights), inputs)
+
+
 def test_scan_over_layers():
     layers = 3
     inputs = [draw(M, H, I, H, "float32", seed=seed) for seed in range(layers)]
