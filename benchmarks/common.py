@@ -1,6 +1,7 @@
 """What the benchmarks share: shapes, data, the plain-JAX baseline, timing, the record's header."""
 
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -66,24 +67,31 @@ def median_ms(
     args: Sequence[jax.Array],
     *,
     rounds: int = 9,
-    seconds_per_round: float = 0.03,
+    seconds_per_round: float = 0.06,
 ) -> dict[str, float]:
-    """Median milliseconds of one call of each candidate, measured in turn, round by round."""
+    """Median milliseconds of one call of each candidate.
+
+    Each round measures all of them, in an order of its own: a GPU that is limited by power goes on
+    feeling the one before. For the same reason each runs for a while before its time is taken.
+    """
+
+    def seconds(function: Callable[..., Any], calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = function(*args)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / calls
+
     calls = {}
     for name, function in candidates.items():
         jax.block_until_ready(function(*args))
-        start = time.perf_counter()
-        jax.block_until_ready([function(*args) for _ in range(3)])
-        once = (time.perf_counter() - start) / 3
-        calls[name] = max(3, min(300, int(seconds_per_round / once)))
+        calls[name] = max(3, min(1000, int(seconds_per_round / seconds(function, 3))))
     times: dict[str, list[float]] = {name: [] for name in candidates}
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, function in candidates.items():
-            start = time.perf_counter()
-            for _ in range(calls[name]):
-                out = function(*args)
-            jax.block_until_ready(out)
-            times[name].append((time.perf_counter() - start) / calls[name] * 1e3)
+        for name in order.sample(list(candidates), len(candidates)):
+            seconds(candidates[name], calls[name] // 2)
+            times[name].append(seconds(candidates[name], calls[name]) * 1e3)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -66,20 +66,6 @@ float Load(const void* data, int64_t index, DType dtype) {
   return 0;
 }
 
-void Store(void* data, int64_t index, DType dtype, float value) {
-  switch (dtype) {
-    case DType::kBF16:
-      static_cast<uint16_t*>(data)[index] = FloatToBf16(value);
-      return;
-    case DType::kF16:
-      static_cast<uint16_t*>(data)[index] = FloatToF16(value);
-      return;
-    case DType::kF32:
-      static_cast<float*>(data)[index] = value;
-      return;
-  }
-}
-
 float Round(float value, DType dtype) {
   switch (dtype) {
     case DType::kBF16:
@@ -155,6 +141,20 @@ class KeepSubnormals {
 
 }  // namespace
 
+void StoreFloat(void* data, int64_t index, DType dtype, float value) {
+  switch (dtype) {
+    case DType::kBF16:
+      static_cast<uint16_t*>(data)[index] = FloatToBf16(value);
+      return;
+    case DType::kF16:
+      static_cast<uint16_t*>(data)[index] = FloatToF16(value);
+      return;
+    case DType::kF32:
+      static_cast<float*>(data)[index] = value;
+      return;
+  }
+}
+
 void EvaluateOnHost(const GraphSpec& graph, const Buffers& buffers) {
   const KeepSubnormals keep_subnormals;
   std::vector<std::vector<float>> values(graph.tensors.size());
@@ -180,7 +180,7 @@ void EvaluateOnHost(const GraphSpec& graph, const Buffers& buffers) {
     for (float& value : out) value = Round(value, t.dtype);
     if (t.is_virtual()) continue;
     ForEach(t, [&](int64_t dense, int64_t memory) {
-      Store(buffers[t.buffer], memory, t.dtype, out[dense]);
+      StoreFloat(buffers[t.buffer], memory, t.dtype, out[dense]);
     });
   }
 }

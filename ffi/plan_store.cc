@@ -15,6 +15,7 @@
 
 #include "cuda_driver.h"
 #include "cudnn_runtime.h"
+#include "host_eval.h"
 #include "tuner.h"
 
 namespace jax_swiglu {
@@ -147,20 +148,21 @@ class PrivateBuffers {
   void* workspace() const { return workspace_; }
 
  private:
+  // Normally distributed values, as activations and weights are: the power that a GEMM needs, and
+  // with it the clock, depends on them.
   static void FillRandom(CUdeviceptr to, int64_t bytes, DType dtype) {
-    // Values in (-2, -1] and [1, 2): random sign and fraction bits.
-    static const std::vector<uint32_t> noise = [] {
-      std::vector<uint32_t> values(1 << 20);
+    static const std::vector<float> noise = [] {
+      std::vector<float> values(1 << 19);
       std::mt19937 generator(0);
-      for (uint32_t& v : values) v = static_cast<uint32_t>(generator());
+      std::normal_distribution<float> normal;
+      for (float& v : values) v = normal(generator);
       return values;
     }();
-    const auto [keep, set] = dtype == DType::kBF16  ? std::pair(0x807f807fu, 0x3f803f80u)
-                             : dtype == DType::kF16 ? std::pair(0x83ff83ffu, 0x3c003c00u)
-                                                    : std::pair(0x807fffffu, 0x3f800000u);
-    std::vector<uint32_t> values = noise;
-    for (uint32_t& v : values) v = (v & keep) | set;
-    int64_t filled = std::min<int64_t>(bytes, values.size() * sizeof(uint32_t));
+    std::vector<char> values(noise.size() * ByteWidth(dtype));
+    for (size_t i = 0; i < noise.size(); ++i) {
+      StoreFloat(values.data(), static_cast<int64_t>(i), dtype, noise[i]);
+    }
+    int64_t filled = std::min<int64_t>(bytes, values.size());
     CheckCuda(Driver().memcpy_htod(to, values.data(), filled), "cuMemcpyHtoD");
     while (filled < bytes) {
       const int64_t more = std::min(filled, bytes - filled);

@@ -34,6 +34,22 @@ def test_the_fastest_wins_wherever_it_stands(best):
     assert pick(timer) == (best, pytest.approx(1e-5))
 
 
+def test_a_single_slow_run_drops_nobody():
+    class Hesitant(FakeTimer):
+        """The fastest one seems slow until it has run a few times, as on a GPU that was idle."""
+
+        def __call__(self, candidate, repeats):
+            seconds = super().__call__(candidate, repeats)
+            return 2.2 * seconds if candidate == 0 and len(self.repeats[0]) < 4 else seconds
+
+    assert pick(Hesitant([5.5e-5, 6.2e-5, 6.5e-5]))[0] == 0
+
+
+def test_of_equals_the_first():
+    assert pick(FakeTimer([1.00e-5, 0.995e-5, 1.02e-5]))[0] == 0
+    assert pick(FakeTimer([1.02e-5, 0.995e-5, 1.00e-5]))[0] == 1
+
+
 def test_slow_candidates_are_dropped_after_one_run():
     timer = FakeTimer([1e-4, 11e-4, 1.05e-4])
     assert pick(timer)[0] == 0
