@@ -4,9 +4,11 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
@@ -100,6 +102,10 @@ std::pair<std::vector<int>, std::vector<int>> Signature(const Config& config) {
   return {};
 }
 
+int64_t Product(const int64_t* first, const int64_t* last) {
+  return std::accumulate(first, last, int64_t{1}, std::multiplies<>());
+}
+
 Call ParseCall(const Config& config, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   const auto [operands, results] = Signature(config);
   if (args.size() != operands.size() || rets.size() != results.size() + 1) {
@@ -121,22 +127,25 @@ Call ParseCall(const Config& config, ffi::RemainingArgs args, ffi::RemainingRets
   call.workspace = workspace.untyped_data();
   call.buffers[kScratch] = call.workspace;
 
-  // Matrices have two dimensions, or three with a batch in front.
-  const ffi::AnyBuffer lhs = args.get<ffi::AnyBuffer>(0).value();
-  const ffi::AnyBuffer rhs = args.get<ffi::AnyBuffer>(1).value();
+  // Rows may have any number of dimensions, one behind the other in memory, and weights have two;
+  // batch dimensions may be in front of either. So the rank of the weight tells their number: it is
+  // the right operand, but for a weight gradient, where both operands have rows, the result.
+  const auto lhs = args.get<ffi::AnyBuffer>(0).value().dimensions();
+  const auto rhs = args.get<ffi::AnyBuffer>(1).value().dimensions();
   const ffi::AnyBuffer out = *rets.get<ffi::AnyBuffer>(0).value();
-  const auto dims = lhs.dimensions();
-  const size_t rank = dims.size();
-  if (rank < 2 || rank > 3 || rhs.dimensions().size() != rank || out.dimensions().size() != rank) {
-    throw std::invalid_argument("operands must have two or three dimensions");
+  const auto weight = config.lhs_transposed ? out.dimensions() : rhs;
+  if (weight.size() < 2 || lhs.size() + 1 < weight.size() || out.dimensions().size() == 0) {
+    throw std::invalid_argument("operands have too few dimensions");
   }
+  const auto batch_end = lhs.begin() + (weight.size() - 2);
+  const int64_t rows = Product(batch_end, lhs.end() - 1);
   Problem& p = call.problem;
   p.op = config.op;
-  p.batch = rank == 3 ? dims[0] : 1;
-  p.k = dims[config.lhs_transposed ? rank - 2 : rank - 1];
-  p.m = out.dimensions()[rank - 2];
-  p.n = out.dimensions()[rank - 1];
-  p.dtype = ToDType(lhs.element_type());
+  p.batch = Product(lhs.begin(), batch_end);
+  p.m = config.lhs_transposed ? lhs.back() : rows;
+  p.k = config.lhs_transposed ? rows : lhs.back();
+  p.n = out.dimensions().back();
+  p.dtype = ToDType(args.get<ffi::AnyBuffer>(0).value().element_type());
   p.out_dtype = ToDType(out.element_type());
   p.lhs_transposed = config.lhs_transposed;
   p.rhs_transposed = config.rhs_transposed;

@@ -1,12 +1,10 @@
 """The public functions."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_swiglu import _vjp
@@ -21,7 +19,6 @@ from jax_swiglu._config import (
     Residuals,
     WeightLayout,
 )
-from jax_swiglu._partitioning import explicit_sharding, with_explicit_leading
 from jax_swiglu._shapes import check_choice, check_operands, computation_dtype
 
 
@@ -78,26 +75,6 @@ def _vary_alike(operands: Iterable[jax.Array]) -> list[jax.Array]:
         jax.lax.pcast(a, names, to="varying") if names else a
         for a, names in zip(operands, missing, strict=True)
     ]
-
-
-def _apply(function: Any, config: Config, operands: dict[str, jax.Array]) -> jax.Array:
-    """Calls function(config, x, ...) with the leading dimensions of x folded into rows."""
-    x, *weights = _vary_alike(operands.values())
-    sharding = explicit_sharding(x)
-    if sharding is not None and any(part is not None for part in sharding.spec[1:-1]):
-        # Only the first of the dimensions that a reshape joins may be split in a type.
-        first, *inner, last = sharding.spec
-        whole = PartitionSpec(first, *(None for _ in inner), last)
-        gathered = jax.sharding.reshard(x, NamedSharding(sharding.mesh, whole))
-        out = _fold(function, config, gathered, weights)
-        return jax.sharding.reshard(out, with_explicit_leading(out, sharding))
-    return _fold(function, config, x, weights)
-
-
-def _fold(function: Any, config: Config, x: jax.Array, weights: list[jax.Array]) -> jax.Array:
-    rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = function(config, rows, *weights)
-    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def swiglu_mlp(
@@ -160,7 +137,7 @@ def swiglu_mlp(
     operands = _arrays(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     config = configure(operands, weight_layout, dtype, residuals, implementation)
     function = _vjp.swiglu_mlp_xla if implementation == "xla" else _vjp.swiglu_mlp
-    return _apply(function, config, operands)
+    return function(config, *_vary_alike(operands.values()))
 
 
 def swiglu(
@@ -200,4 +177,4 @@ def swiglu(
     operands = _arrays(x=x, w_gate=w_gate, w_up=w_up)
     config = configure(operands, weight_layout, dtype, residuals, implementation)
     function = _vjp.swiglu_xla if implementation == "xla" else _vjp.swiglu
-    return _apply(function, config, operands)
+    return function(config, *_vary_alike(operands.values()))

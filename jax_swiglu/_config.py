@@ -44,6 +44,7 @@ class OpParams:
     """One primitive; the first four fields travel to the FFI handlers as attributes.
 
     `extra`: `glu_fwd` also returns gate and up, `glu_bwd` also returns h, `matmul` has an addend.
+    `lhs_transposed`: the product is summed over all rows, as weight gradients are.
     """
 
     lhs_transposed: bool
@@ -53,9 +54,13 @@ class OpParams:
     out_dtype: np.dtype
     implementation: Literal["cudnn", "host"] | None
     precision: str | None
+    batch_dims: int = 0
 
     def without_addend(self) -> "OpParams":
         return dataclasses.replace(self, extra=False)
+
+    def with_batch_dim(self) -> "OpParams":
+        return dataclasses.replace(self, batch_dims=self.batch_dims + 1)
 
     def attributes(self) -> dict[str, np.bool_ | str]:
         return {

@@ -1,66 +1,57 @@
 """How the operations are split over several devices: Shardy rules and what each device computes.
 
-A custom call is opaque to the partitioner: without a rule, all its operands are gathered. Rows and
-columns of each product may be split freely; the contracted dimension must be whole, but for
-`matmul`, which sums the parts of the devices itself.
+A custom call is opaque to the partitioner: without a rule, all its operands are gathered. Batch and
+row dimensions and the columns of each product may be split freely; the contracted dimension must be
+whole, but for `matmul`, which sums the parts of the devices itself.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import dispatch
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_swiglu._config import OpParams
+from jax_swiglu._dims import Dims, dims_of
 
-# The axes of a mesh that one dimension is split over.
+# The axes of a mesh that one dimension is split over, major to minor.
 Axes = tuple[str, ...]
 
 
-def spans_devices(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether a rule is needed: not on one device, nor inside `shard_map`.
+def product_sharding(dims: Dims, lhs: Any, rhs: Any) -> NamedSharding:
+    """The sharding in the type of a product: on explicit axes, dimensions are split as in operands.
 
-    Where only some axes of a mesh are manual, JAX gives partitioning rules no mesh to work with
-    (0.12); the call is then whole on each device of the other axes.
+    An axis that would split two dimensions splits the first.
     """
-    axes: Any = ctx.module_context.axis_context
-    return isinstance(axes, mlir.ShardingContext) and axes.num_devices > 1
+    split: dict[str, Any] = {}
+    for names, operand in zip(dims.operands, (lhs, rhs), strict=False):
+        for name, part in zip(names, operand.sharding.spec, strict=True):
+            split[name] = split.get(name) or part
+    taken: set[str] = set()
+    spec = []
+    for name in dims.results[0]:
+        axes = set(_as_axes(split[name]))
+        spec.append(None if axes & taken else split[name])
+        taken |= axes
+    mesh = rhs.sharding.mesh if lhs.sharding.mesh.empty else lhs.sharding.mesh
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def with_explicit_sharding(product: Any, lhs: Any, row_dim: int, rhs: Any, column_dim: int) -> Any:
-    """The aval of a product on a mesh with explicit axes: rows as in lhs, columns as in rhs.
-
-    An axis that splits both splits the rows.
-    """
-    if lhs.sharding.mesh.empty or rhs.sharding.mesh.empty:
-        return product
-    *batch, rows = (*lhs.sharding.spec[:-2], lhs.sharding.spec[row_dim])
-    columns = rhs.sharding.spec[column_dim]
-    taken = {axis for part in (*batch, rows) for axis in _as_axes(part)}
-    spec = PartitionSpec(*batch, rows, None if taken & set(_as_axes(columns)) else columns)
-    return product.update(sharding=NamedSharding(lhs.sharding.mesh, spec))
+def is_explicit(sharding: NamedSharding) -> bool:
+    return any(kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types)
 
 
 def explicit_sharding(x: jax.Array) -> NamedSharding | None:
     """The sharding that is part of the type of x, if it is."""
     sharding: Any = jax.typeof(x).sharding
-    explicit = any(kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types)
-    return sharding if explicit else None
-
-
-def with_explicit_leading(out: jax.Array, like: NamedSharding) -> NamedSharding:
-    """Leading dimensions split as in `like`, the last as in the type of out where axes are left."""
-    leading = like.spec[:-1]
-    taken = {axis for part in leading for axis in _as_axes(part)}
-    last = jax.typeof(out).sharding.spec[-1]
-    last = None if taken & set(_as_axes(last)) else last
-    return NamedSharding(like.mesh, PartitionSpec(*leading, last))
+    return sharding if is_explicit(sharding) else None
 
 
 def _as_axes(part: Any) -> Axes:
@@ -77,98 +68,148 @@ def register(primitive: Primitive) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def _factors(op: str, params: OpParams) -> tuple[list[str], list[str]]:
-    """The dimensions of all operands and results but for a batch in front, by factor."""
-    lhs = "km" if params.lhs_transposed else "mk"
-    rhs = "nk" if params.rhs_transposed else "kn"
-    if op == "glu_fwd":
-        return [lhs, rhs, rhs], ["mn"] * (3 if params.extra else 1)
-    if op == "glu_bwd":
-        return [lhs, rhs, "mn", "mn"], ["mn"] * (3 if params.extra else 2)
-    return [lhs, rhs] + ["mn"] * params.extra, ["mn"]
+class DeviceMesh:
+    """The devices that the partitioner splits over, as a mesh of axes of prime size.
+
+    Thus every sharding has names for its axes, also one that splits a dimension over a part of an
+    axis, as the partitioner does where the whole axis does not divide it. Inside a `shard_map` over
+    some axes of the mesh, the partitioner sees the other axes only, and numbers devices by those.
+    """
+
+    def __init__(self, mesh: Mesh, manual_axes: frozenset[str]):
+        primes = {
+            f"{name}.{i}": (prime, name in manual_axes)
+            for name, size in mesh.shape.items()
+            for i, prime in enumerate(_prime_factors(size))
+        }
+        self.whole = Mesh(
+            mesh.devices.reshape([prime for prime, _ in primes.values()]), tuple(primes)
+        )
+        self.seen = Mesh(
+            self.whole.devices[
+                tuple(0 if manual else slice(None) for _, manual in primes.values())
+            ],
+            tuple(name for name, (_, manual) in primes.items() if not manual),
+        )
+        strides = np.cumprod([1, *reversed(self.seen.devices.shape)])
+        self._by_stride = dict(zip(strides, reversed(self.seen.axis_names), strict=False))
+
+    def axes(self, info: Any) -> list[Axes]:
+        """The axes that split each dimension of an array; none where they do not divide it."""
+        rank = len(info.shape)
+        tiling = info.sharding and info.sharding._to_xla_hlo_sharding(rank)
+        if tiling is None or tiling.is_replicated():
+            return [()] * rank
+        tiles = np.reshape(tiling.tile_assignment_devices(), tiling.tile_assignment_dimensions())
+        found = []
+        for dimension, size in enumerate(info.shape):
+            devices = np.moveaxis(tiles, dimension, 0).reshape(tiles.shape[dimension], -1)[:, 0]
+            found.append(self._along(devices) if size % len(devices) == 0 else ())
+        return found
+
+    def _along(self, devices: np.ndarray) -> Axes:
+        axes: Axes = ()
+        offsets = np.zeros(1, int)
+        while len(offsets) < len(devices):
+            stride = devices[len(offsets)] - devices[0]
+            if stride not in self._by_stride:
+                return ()
+            axes = (self._by_stride[stride], *axes)
+            offsets = np.add.outer(stride * np.arange(self.seen.shape[axes[0]]), offsets).ravel()
+        return axes if np.array_equal(devices - devices[0], offsets) else ()
+
+    def sharding(self, names: Sequence[str], split: Mapping[str, Axes]) -> NamedSharding:
+        return NamedSharding(self.seen, PartitionSpec(*(split.get(name) or None for name in names)))
 
 
-def _dim_axes(mesh: jax.sharding.Mesh, info: Any, dimension: int) -> Axes:
-    """The axes that a dimension is split over; none where they do not divide it."""
-    spec = info.sharding.spec
-    axes = _as_axes(spec[dimension] if dimension < len(spec) else None)
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-    return axes if info.shape[dimension] % parts == 0 else ()
+def _prime_factors(n: int) -> list[int]:
+    for prime in range(2, n + 1):
+        if n % prime == 0:
+            return [prime, *_prime_factors(n // prime)]
+    return []
+
+
+def device_mesh(ctx: mlir.LoweringRuleContext) -> DeviceMesh | None:
+    """The devices, if a rule is needed: not on one device, nor where all axes are manual."""
+    context: Any = ctx.module_context.axis_context
+    if isinstance(context, mlir.ShardingContext):
+        devices = np.array(context.device_assignment)
+        mesh = context.abstract_mesh
+        shape = {"": devices.size} if mesh is None else mesh.shape
+        mesh = Mesh(devices.reshape(*shape.values()), tuple(shape))
+        manual: frozenset[str] = frozenset()
+    else:
+        mesh, manual = context.mesh, context.manual_axes
+    whole = math.prod(size for name, size in mesh.shape.items() if name not in manual) == 1
+    return None if whole else DeviceMesh(mesh, manual)
 
 
 def _partition(
     primitive: Primitive,
-    op: str,
+    dims: Dims,
     params: OpParams,
-    mesh: jax.sharding.Mesh,
+    mesh: DeviceMesh,
+    _: Any,
     operands: Sequence[Any],
     results: Sequence[Any],
 ) -> tuple[Any, Callable[..., Any], Any, Any]:
     """The shardings to use, given those that were propagated, and the part of one device."""
-    batched = len(operands[0].shape) == 3
-    operand_factors, result_factors = (
-        ["b" * batched + f for f in group] for group in _factors(op, params)
-    )
-    result_split: dict[str, Axes] = {
-        factor: _dim_axes(mesh, results[0], i) for i, factor in enumerate(result_factors[0])
-    }
-    summed: Axes = ()
-    if op == "matmul":
+    names = dims.results[0]
+    result_split = dict(zip(names, mesh.axes(results[0]), strict=True))
+    summed: dict[str, Axes] = {}
+    if dims.summable:
         # Where only one operand is split, each device takes its part of the other.
-        lhs, rhs = (
-            _dim_axes(mesh, info, factors.index("k"))
-            for info, factors in zip(operands[:2], operand_factors[:2], strict=True)
-        )
-        summed = lhs or rhs
+        for operand_names, operand in zip(dims.operands, operands[:2], strict=False):
+            taken = {axis for axes in summed.values() for axis in axes}
+            for name, axes in zip(operand_names, mesh.axes(operand), strict=True):
+                if name in dims.contracted and not summed.get(name) and not taken & set(axes):
+                    summed[name] = axes
+    sum_axes = tuple(axis for axes in summed.values() for axis in axes)
     # An axis that splits both the sum and the result: the sum is scattered over it.
     operand_split = {
-        factor: tuple(axis for axis in axes if axis not in summed)
-        for factor, axes in result_split.items()
+        name: tuple(axis for axis in axes if axis not in sum_axes)
+        for name, axes in result_split.items()
     }
-    scattered: list[tuple[int, str]] = []
-    for dimension, factor in enumerate(result_factors[0]):
-        axes, kept = result_split[factor], operand_split[factor]
-        if axes[: len(kept)] == kept:
-            scattered += [(dimension, axis) for axis in axes[len(kept) :]]
-        else:  # the parts of a device would not be contiguous; XLA slices the sum instead
-            result_split[factor] = kept
-    reduced = tuple(axis for axis in summed if axis not in [name for _, name in scattered])
-
-    def shardings(groups: list[str], split: dict[str, Axes]) -> tuple[NamedSharding, ...]:
-        return tuple(
-            NamedSharding(mesh, PartitionSpec(*(split[factor] or None for factor in factors)))
-            for factors in groups
-        )
+    scattered: list[tuple[int, Axes]] = []
+    for dimension, name in enumerate(names):
+        axes, kept = result_split[name], operand_split[name]
+        if axes[: len(kept)] != kept:
+            # The parts of a device would not be contiguous; XLA slices the sum instead.
+            result_split[name] = kept
+        elif axes != kept:
+            scattered.append((dimension, axes[len(kept) :]))
+    scattered_axes = {axis for _, axes in scattered for axis in axes}
+    reduced = tuple(axis for axis in sum_axes if axis not in scattered_axes)
 
     def compute(*parts: jax.Array) -> tuple[jax.Array, ...]:
-        if not summed:
+        if not sum_axes:
             return tuple(primitive.bind(*parts, params=params))
         a, b, *addend = parts
         (out,) = primitive.bind(a, b, params=params.without_addend())
-        shape = shardings(result_factors, result_split)[0].shard_shape(results[0].shape)
+        shape = mesh.sharding(names, result_split).shard_shape(results[0].shape)
         where = {"scattered": tuple(scattered), "reduced": reduced}
         return (_device_sum_p.bind(out, *addend, shape=shape, **where),)
 
-    operand_split["k"] = summed
     operand_shardings = [
-        *shardings(operand_factors[:2], operand_split),
         # What has the shape of the result is split as it is.
-        *shardings(operand_factors[2:], result_split | {"k": summed}),
+        mesh.sharding(of, operand_split | summed if i < 2 else result_split)
+        for i, of in enumerate(dims.operands)
     ]
-    return mesh, compute, shardings(result_factors, result_split), tuple(operand_shardings)
+    result_shardings = [mesh.sharding(of, result_split) for of in dims.results]
+    return mesh.whole, compute, tuple(result_shardings), tuple(operand_shardings)
 
 
 def _device_sum(
     x: jax.Array,
     *addend: jax.Array,
     shape: tuple[int, ...],
-    scattered: Sequence[tuple[int, str]],
+    scattered: Sequence[tuple[int, Axes]],
     reduced: Axes,
 ) -> jax.Array:
     """The sum over devices, plus the addend; each device gets its part of scattered dimensions."""
     del shape
-    for dimension, axis in scattered:
-        x = jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
+    for dimension, axes in scattered:
+        x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
     if reduced:
         x = jax.lax.psum(x, reduced)
     return x + addend[0] if addend else x
@@ -189,35 +230,28 @@ _device_sum_p.def_abstract_eval(lambda x, *_, shape, **__: x.update(shape=shape)
 mlir.register_lowering(_device_sum_p, _lower_device_sum)
 
 
-@functools.cache
-def _partitioned(primitive: Primitive, op: str, params: OpParams, rank: int) -> Callable[..., Any]:
-    """The primitive behind a partitioning rule."""
-
-    def whole(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(primitive.bind(*operands, params=params))
-
-    function = custom_partitioning(whole)
-    operands, results = (
-        ", ".join(" ".join("b" * (rank == 3) + factors) for factors in group)
-        for group in _factors(op, params)
-    )
-    function.def_partition(
-        partition=functools.partial(_partition, primitive, op, params),
-        sharding_rule=f"{operands} -> {results}",
-        reduction_factors=("k",) if op == "matmul" else (),
-        need_replication_factors=() if op == "matmul" else ("k",),
-    )
-    return function
-
-
 def lower(
     primitive: Primitive,
     op: str,
+    mesh: DeviceMesh,
     ctx: mlir.LoweringRuleContext,
     *operands: Any,
     params: OpParams,
 ) -> Sequence[Any]:
     """Lowers to a call that the partitioner can split."""
     lhs: Any = ctx.avals_in[0]
-    function = _partitioned(primitive, op, params, len(lhs.shape))
+    dims = dims_of(op, params, len(lhs.shape))
+
+    def whole(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(primitive.bind(*operands, params=params))
+
+    function = custom_partitioning(whole)
+    rule = " -> ".join(", ".join(map(" ".join, of)) for of in (dims.operands, dims.results))
+    function.def_partition(
+        partition=functools.partial(_partition, primitive, dims, params, mesh),
+        sharding_rule=rule,
+        decode_shardings=False,
+        reduction_factors=dims.contracted if dims.summable else (),
+        need_replication_factors=() if dims.summable else dims.contracted,
+    )
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)

@@ -15,25 +15,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_swiglu import _ffi, _load, _partitioning, _reference
 from jax_swiglu._config import CUDNN_DTYPES, HOST_DTYPES, OpParams
+from jax_swiglu._dims import dims_of
 
 Arrays = Sequence[jax.Array]
 
 
-def _product(lhs: Any, rhs: Any, params: OpParams) -> Any:
+def _product(op: str, lhs: Any, rhs: Any, params: OpParams) -> Any:
     """The aval of lhs @ rhs."""
-    row_dim = -1 if params.lhs_transposed else -2
-    column_dim = -2 if params.rhs_transposed else -1
-    shape = (*lhs.shape[:-2], lhs.shape[row_dim], rhs.shape[column_dim])
+    dims = dims_of(op, params, len(lhs.shape))
+    sizes: dict[str, int] = {}
+    for names, operand in zip(dims.operands, (lhs, rhs), strict=False):
+        sizes |= zip(names, operand.shape, strict=True)
     # Derived from an operand, so that the result varies over the same manual mesh axes.
-    product = lhs.update(shape=shape, dtype=params.out_dtype)
-    return _partitioning.with_explicit_sharding(product, lhs, row_dim, rhs, column_dim)
+    return lhs.update(
+        shape=tuple(sizes[name] for name in dims.results[0]),
+        dtype=params.out_dtype,
+        sharding=_partitioning.product_sharding(dims, lhs, rhs),
+    )
 
 
 def _glu_fwd_avals(x: Any, w_gate: Any, w_up: Any, *, params: OpParams) -> list[Any]:
-    h = _product(x, w_gate, params)
+    h = _product("glu_fwd", x, w_gate, params)
     return [h, h, h] if params.extra else [h]
 
 
@@ -42,7 +48,7 @@ def _glu_bwd_avals(dout: Any, w_down: Any, gate: Any, up: Any, *, params: OpPara
 
 
 def _matmul_avals(a: Any, b: Any, *addend: Any, params: OpParams) -> list[Any]:
-    return [_product(a, b, params)]
+    return [_product("matmul", a, b, params)]
 
 
 def _lower_ffi(
@@ -51,10 +57,13 @@ def _lower_ffi(
     """A custom call with a workspace as its last, hidden result."""
     out: Any = ctx.avals_out[0]
     lhs: Any = ctx.avals_in[0]
-    *batch, m, n = out.shape
+    *rows, n = out.shape
+    batch, m = math.prod(rows[: params.batch_dims]), math.prod(rows[params.batch_dims :])
+    size = _ffi.workspace_bytes(op, batch, m, n, lhs.dtype.itemsize, params.extra)
     workspace = out.update(
-        shape=(_ffi.workspace_bytes(op, math.prod(batch), m, n, lhs.dtype.itemsize, params.extra),),
+        shape=(size,),
         dtype=np.dtype(np.uint8),
+        sharding=NamedSharding(out.sharding.mesh, PartitionSpec(None)),
     )
     rule = jax.ffi.ffi_lowering(f"jax_swiglu_{op}")
     results = rule(
@@ -71,8 +80,9 @@ def _lower_call(
     params: OpParams,
 ) -> Sequence[Any]:
     """The custom call; where the program spans devices, behind a rule for the partitioner."""
-    if _partitioning.spans_devices(ctx):
-        return _partitioning.lower(primitive, op, ctx, *operands, params=params)
+    mesh = _partitioning.device_mesh(ctx)
+    if mesh is not None:
+        return _partitioning.lower(primitive, op, mesh, ctx, *operands, params=params)
     return _lower_ffi(op, ctx, *operands, params=params)
 
 
@@ -109,7 +119,8 @@ MAX_XLA_WEIGHT_GRAD_ROWS = 64
 def _xla_is_faster(op: str, ctx: mlir.LoweringRuleContext, params: OpParams) -> bool:
     """A rule by op and shape alone, so that all processes of a job compile the same program."""
     lhs: Any = ctx.avals_in[0]
-    return op == "matmul" and params.lhs_transposed and lhs.shape[-2] <= MAX_XLA_WEIGHT_GRAD_ROWS
+    rows = math.prod(lhs.shape[params.batch_dims : -1])
+    return op == "matmul" and params.lhs_transposed and rows <= MAX_XLA_WEIGHT_GRAD_ROWS
 
 
 def _lower_cuda(
@@ -184,6 +195,7 @@ def _jvp(
 def _batch(
     primitive: Primitive,
     row_operands: Callable[[OpParams], tuple[int, ...]],
+    axis_data: Any,
     args: Arrays,
     dims: Sequence[int | None],
     *,
@@ -191,40 +203,22 @@ def _batch(
 ) -> tuple[Arrays, Sequence[int]]:
     """The rule for vmap.
 
-    If only operands that hold rows of the product are mapped, the batch is folded into the rows;
-    otherwise it becomes a batch dimension of the graph.
+    If only operands with rows of the product are mapped, they get one more dimension of rows;
+    otherwise all operands get one more batch dimension.
     """
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     rows = row_operands(params)
-    fold = bool(rows) and all(d is None or i in rows for i, d in enumerate(dims))
-
-    def mapped(i: int) -> jax.Array:
-        """Operand i with the new batch dimension in front."""
-        dim = dims[i]
-        if dim is None:
-            return jnp.broadcast_to(args[i], (size, *args[i].shape))
-        return jnp.moveaxis(args[i], dim, 0)
-
-    def fold_rows(a: jax.Array) -> jax.Array:
-        a = jnp.moveaxis(a, 0, -3)
-        return a.reshape(*a.shape[:-3], size * a.shape[-2], a.shape[-1])
-
-    def unfold_rows(a: jax.Array) -> jax.Array:
-        a = a.reshape(*a.shape[:-2], size, a.shape[-2] // size if size else 0, a.shape[-1])
-        return jnp.moveaxis(a, -3, 0)
-
-    if fold and size:
-        operands = [fold_rows(mapped(i)) if i in rows else a for i, a in enumerate(args)]
-        out = [unfold_rows(a) for a in primitive.bind(*operands, params=params)]
-    else:
-        operands = [mapped(i) for i in range(len(args))]
-        inner = operands[0].shape[1:-2]
-        batch = math.prod((size, *inner))
-        merged = [a.reshape(batch, *a.shape[-2:]) for a in operands]
-        out = [
-            a.reshape(size, *inner, *a.shape[-2:]) for a in primitive.bind(*merged, params=params)
-        ]
-    return out, [0] * len(out)
+    only_rows = bool(rows) and all(d is None or i in rows for i, d in enumerate(dims))
+    position = params.batch_dims if only_rows else 0
+    operands = [
+        a
+        if only_rows and i not in rows
+        else jnp.moveaxis(
+            batching.bdim_at_front(a, d, axis_data.size, axis_data.explicit_mesh_axis), 0, position
+        )
+        for i, (a, d) in enumerate(zip(args, dims, strict=True))
+    ]
+    out = primitive.bind(*operands, params=params if only_rows else params.with_batch_dim())
+    return out, [position] * len(out)
 
 
 def _make(
@@ -244,7 +238,9 @@ def _make(
     )
     _partitioning.register(primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive, reference)
-    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, row_operands)
+    batching.fancy_primitive_batchers[primitive] = functools.partial(
+        _batch, primitive, row_operands
+    )
     return primitive
 
 

@@ -1,7 +1,7 @@
 """What the operations compute, in plain JAX: the implementation wherever cuDNN does not run.
 
-All functions take matrices `[rows, columns]` or, with a batch in front, `[batch, rows, columns]`.
-GEMM results are rounded to their dtype; the activation is computed in at least float32.
+Shapes are those of `_dims`. GEMM results are rounded to their dtype; the activation is computed in
+at least float32.
 """
 
 import jax
@@ -10,28 +10,27 @@ import numpy as np
 from jax import lax
 
 from jax_swiglu._config import OpParams
+from jax_swiglu._dims import dims_of
+from jax_swiglu._partitioning import is_explicit, product_sharding
 
 
-def dot(
-    a: jax.Array,
-    b: jax.Array,
-    *,
-    lhs_transposed: bool = False,
-    rhs_transposed: bool = False,
-    out_dtype: np.dtype | None = None,
-    precision: str | None = None,
-) -> jax.Array:
-    """`a @ b` over the last two dimensions; a transposed operand is stored the other way round."""
-    batch = tuple(range(a.ndim - 2))
-    contract_a = a.ndim - (2 if lhs_transposed else 1)
-    contract_b = b.ndim - (1 if rhs_transposed else 2)
-    wider = None if out_dtype in (None, a.dtype) else out_dtype
+def dot(a: jax.Array, b: jax.Array, params: OpParams) -> jax.Array:
+    """`a @ b`; a transposed operand is stored the other way round."""
+    dims = dims_of("matmul", params, a.ndim)
+    contract_a, contract_b = (
+        tuple(i for i, name in enumerate(names) if name in dims.contracted)
+        for names in dims.operands[:2]
+    )
+    batch = tuple(range(params.batch_dims))
+    sharding = product_sharding(dims, jax.typeof(a), jax.typeof(b))
     return lax.dot_general(
         a,
         b,
-        (((contract_a,), (contract_b,)), (batch, batch)),
-        precision=precision,
-        preferred_element_type=wider,
+        ((contract_a, contract_b), (batch, batch)),
+        precision=params.precision,
+        preferred_element_type=None if params.out_dtype == a.dtype else params.out_dtype,
+        # JAX cannot choose it where a contracted dimension is split over explicit axes.
+        out_sharding=sharding if is_explicit(sharding) else None,
     )
 
 
@@ -79,9 +78,7 @@ def glu_fwd(
     x: jax.Array, w_gate: jax.Array, w_up: jax.Array, params: OpParams
 ) -> tuple[jax.Array, ...]:
     """h = silu(x @ w_gate) * (x @ w_up), and with `extra` also gate and up."""
-    t, precision = params.rhs_transposed, params.precision
-    gate = dot(x, w_gate, rhs_transposed=t, precision=precision)
-    up = dot(x, w_up, rhs_transposed=t, precision=precision)
+    gate, up = dot(x, w_gate, params), dot(x, w_up, params)
     h = activation(gate, up)
     return (h, gate, up) if params.extra else (h,)
 
@@ -90,7 +87,7 @@ def glu_bwd(
     dout: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, params: OpParams
 ) -> tuple[jax.Array, ...]:
     """dgate and dup for dh = dout @ rhs, and with `extra` also h."""
-    dh = dot(dout, w_down, rhs_transposed=params.rhs_transposed, precision=params.precision)
+    dh = dot(dout, w_down, params)
     grads = activation_grad(dh, gate, up)
     return (*grads, activation(gate, up)) if params.extra else grads
 
@@ -99,12 +96,5 @@ def matmul(
     a: jax.Array, b: jax.Array, *addend: jax.Array, params: OpParams
 ) -> tuple[jax.Array, ...]:
     """a @ b, plus the addend with `extra`."""
-    out = dot(
-        a,
-        b,
-        lhs_transposed=params.lhs_transposed,
-        rhs_transposed=params.rhs_transposed,
-        out_dtype=params.out_dtype,
-        precision=params.precision,
-    )
+    out = dot(a, b, params)
     return (out + addend[0],) if params.extra else (out,)

@@ -137,7 +137,7 @@ def _inner_grads(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def swiglu(config: Config, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
-    """h = silu(x @ w_gate) * (x @ w_up) for x of shape [M, H]."""
+    """h = silu(x @ w_gate) * (x @ w_up) for x of shape [..., H]."""
     return _glu_fwd(config, x, w_gate, w_up, save=False)[0]
 
 
@@ -182,7 +182,7 @@ swiglu.defvjp(_swiglu_fwd, _swiglu_bwd, symbolic_zeros=True)
 def swiglu_mlp(
     config: Config, x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
 ) -> jax.Array:
-    """(silu(x @ w_gate) * (x @ w_up)) @ w_down for x of shape [M, H]."""
+    """(silu(x @ w_gate) * (x @ w_up)) @ w_down for x of shape [..., H]."""
     return _down(config, _glu_fwd(config, x, w_gate, w_up, save=False)[0], w_down)
 
 
@@ -247,9 +247,6 @@ def swiglu_xla(config: Config, x: jax.Array, w_gate: jax.Array, w_up: jax.Array)
 def swiglu_mlp_xla(
     config: Config, x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
 ) -> jax.Array:
-    return _reference.dot(
-        swiglu_xla(config, x, w_gate, w_up),
-        w_down.astype(config.dtype),
-        rhs_transposed=config.weight_layout == "out_in",
-        precision=config.precision,
-    )
+    h = swiglu_xla(config, x, w_gate, w_up)
+    params = op_params(config, "", rhs_transposed=config.weight_layout == "out_in")
+    return _reference.dot(h, w_down.astype(config.dtype), params)

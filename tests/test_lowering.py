@@ -231,6 +231,26 @@ def test_compiled_program_transposes_and_copies_nothing(layout):
     assert not re.findall(r"= \S+ (transpose|copy|convert|fusion)\(", compiled)
 
 
+@layouts
+@pytest.mark.parametrize("leading", [(), (2, 3, 12)], ids=str)
+def test_leading_dimensions_reach_the_calls(leading, layout):
+    x, *weights, dout = specs("bfloat16", layout=layout)
+    x, dout = (jax.ShapeDtypeStruct((*leading, a.shape[1]), a.dtype) for a in (x, dout))
+    function = functools.partial(with_grads, op(weight_layout=layout, implementation="cudnn"))
+    program = lower(function, x, *weights, dout)
+    assert program.names() == {"custom_call", "func.return"}
+    glu_fwd, *_, dw_down = program.calls()
+    assert glu_fwd.operand_shapes[0] == (*leading, H)
+    assert [types[:-1] for types in glu_fwd.result_types[:3]] == [(*leading, I)] * 3
+    assert {(*leading, I), (*leading, O)} == set(dw_down.operand_shapes)
+    # As much scratch as for the same rows in one dimension.
+    rows = int(np.prod(leading))
+    flat = [jax.ShapeDtypeStruct((rows, a.shape[-1]), a.dtype) for a in (x, dout)]
+    want = lower(function, flat[0], *weights, flat[1])
+    sizes = [[c.result_types[-1] for c in p.calls()] for p in (program, want)]
+    assert sizes[0] == sizes[1]
+
+
 @pytest.mark.parametrize("residuals", ["gate_up", "full", "input"])
 def test_residuals(residuals):
     program = lower(functools.partial(with_grads, op(residuals=residuals)), *specs())
@@ -259,11 +279,20 @@ def test_weight_gradients_of_float32_weights_leave_the_gemm_in_float32(layout):
 
 @pytest.mark.parametrize(
     ("rows", "implementation", "cudnn"),
-    [(64, None, False), (65, None, True), (1, "cudnn", True), (64, "cudnn", True)],
+    [
+        ((64,), None, False),
+        ((65,), None, True),
+        ((2, 32), None, False),
+        ((3, 32), None, True),
+        ((1,), "cudnn", True),
+        ((64,), "cudnn", True),
+    ],
 )
 def test_weight_gradients_over_few_rows_go_to_xla(rows, implementation, cudnn):
     function = functools.partial(with_grads, op(implementation=implementation))
-    program = lower(function, *specs(sizes=(rows, H, I, O)))
+    x, *weights, dout = specs()
+    x, dout = (jax.ShapeDtypeStruct((*rows, a.shape[1]), a.dtype) for a in (x, dout))
+    program = lower(function, x, *weights, dout)
     flags = [call.flags for call in program.calls()]
     assert [f[0] for f in flags if not f[1]] == ["glu_fwd", "matmul", "glu_bwd", "matmul", "matmul"]
     assert [f[0] for f in flags if f[1]] == ["matmul"] * (3 if cudnn else 0)
@@ -391,22 +420,27 @@ def test_scan_hands_slices_to_the_calls_of_the_backward_pass(layout, remat):
 # vmap.
 
 
-def test_mapped_rows_are_folded_and_weights_not_copied():
+def test_mapped_rows_are_rows_and_weights_not_copied():
     x, *weights, _ = specs()
     x = jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
     program = lower(jax.vmap(js.swiglu_mlp, (0, None, None, None)), x, *weights)
     glu_fwd, down = program.calls()
-    assert glu_fwd.operand_shapes == [(3 * M, H), (H, I), (H, I)]
+    assert glu_fwd.operand_shapes == [(3, M, H), (H, I), (H, I)]
     assert glu_fwd.is_argument(1, 1) and glu_fwd.is_argument(2, 2) and down.is_argument(1, 3)
-    assert program.names() == {"custom_call", "reshape", "func.return"}
+    assert program.names() == {"custom_call", "func.return"}
 
 
-def test_mapped_weights_become_a_batch_dimension():
-    args = [jax.ShapeDtypeStruct((3, *a.shape), a.dtype) for a in specs()[:4]]
-    program = lower(jax.vmap(js.swiglu_mlp), *args)
-    glu_fwd, down = program.calls()
-    assert glu_fwd.operand_shapes == [(3, M, H), (3, H, I), (3, H, I)]
-    assert down.operand_shapes == [(3, M, I), (3, I, O)]
+@pytest.mark.parametrize("batch", [(3,), (2, 3)], ids=str)
+def test_mapped_weights_get_batch_dimensions(batch):
+    args = [jax.ShapeDtypeStruct((*batch, *a.shape), a.dtype) for a in specs()]
+    function = functools.partial(with_grads, js.swiglu_mlp)
+    for _ in batch:
+        function = jax.vmap(function)
+    program = lower(function, *args)
+    glu_fwd, down, *_, dw_down = program.calls()
+    assert glu_fwd.operand_shapes == [(*batch, *s) for s in ((M, H), (H, I), (H, I))]
+    assert down.operand_shapes == [(*batch, *s) for s in ((M, I), (I, O))]
+    assert dw_down.operand_shapes == [(*batch, *s) for s in ((M, I), (M, O))]
     assert program.names() == {"custom_call", "func.return"}
 
 
