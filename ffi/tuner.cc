@@ -55,7 +55,7 @@ Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds) {
     const double limit = entries.front().best_guess * factor;
     while (entries.size() > most || entries.back().best_guess > limit) entries.pop_back();
   };
-  // Adds one measurement of about `seconds` to each entry.
+  // Adds one measurement of about `seconds` to each entry, in turn.
   const auto measure = [&](double seconds, bool settle) {
     for (Entry& e : entries) {
       const int runs =
@@ -65,23 +65,32 @@ Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds) {
     }
   };
 
+  // Many short turns: whatever the clocks do meanwhile, they do to all.
   keep_best(6, 1.5);
-  constexpr double kShortSeconds = 0.01;
-  for (int round = 0; round < 3; ++round) measure(kShortSeconds, /*settle=*/false);
+  constexpr double kTurnSeconds = 2e-3;
+  constexpr int kTurns = 11;
+  for (int turn = 0; turn < kTurns && (turn == 0 || spent() < budget_seconds); ++turn) {
+    measure(kTurnSeconds, /*settle=*/false);
+  }
   for (Entry& e : entries) e.best_guess = Median(e.seconds);
 
-  // Long kernels are limited by power: their clocks go down within milliseconds, by more for some
-  // than for others, so the ones that are close are compared under continuous load.
+  // Long kernels are limited by power, and some need more of it than others: under continuous load
+  // their clocks go lower. These times scatter by a few percent, so they only rule candidates out.
   keep_best(3, 1.1);
-  constexpr double kLongKernelSeconds = 1e-4, kContinuousSeconds = 0.06;
+  constexpr double kLongKernelSeconds = 1e-4, kLoadSeconds = 0.05, kThirsty = 1.03;
   if (entries.size() > 1 && entries.front().best_guess > kLongKernelSeconds) {
     for (Entry& e : entries) e.seconds.clear();
-    for (int round = 0; round < 2 && (round == 0 || spent() < budget_seconds); ++round) {
-      measure(kContinuousSeconds, /*settle=*/true);
+    for (int turn = 0; turn < 2 && (turn == 0 || spent() < budget_seconds); ++turn) {
+      measure(kLoadSeconds, /*settle=*/true);
     }
-    for (Entry& e : entries) {
-      e.best_guess = std::accumulate(e.seconds.begin(), e.seconds.end(), 0.0) / e.seconds.size();
-    }
+    const auto loaded = [](const Entry& e) {
+      return std::accumulate(e.seconds.begin(), e.seconds.end(), 0.0) / e.seconds.size();
+    };
+    double least = std::numeric_limits<double>::infinity();
+    for (const Entry& e : entries) least = std::min(least, loaded(e));
+    entries.erase(std::remove_if(entries.begin(), entries.end(),
+                                 [&](const Entry& e) { return loaded(e) > kThirsty * least; }),
+                  entries.end());
   }
   // Among equals the first one, so that the choice is not left to chance: routes of fewer kernels,
   // which leave fewer gaps between them, come before the others.

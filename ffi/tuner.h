@@ -17,9 +17,9 @@ struct Fastest {
 };
 
 // Every candidate gets a short look, and those far from the best are dropped at once. The rest are
-// timed hot, in turn; those that are still close, and long enough to be limited by power, once more
-// under continuous load. Of candidates within 1 % the first is taken. `budget_seconds` bounds the
-// work roughly: no measurement is begun after it.
+// timed in many short turns; those that are still close, and long enough to be limited by power,
+// must also keep up under continuous load. Of candidates within 1 % the first is taken.
+// `budget_seconds` bounds the work roughly: no measurement is begun after it.
 Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds);
 
 }  // namespace jax_swiglu

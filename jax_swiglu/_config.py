@@ -56,8 +56,9 @@ class OpParams:
     precision: str | None
     batch_dims: int = 0
 
-    def without_addend(self) -> "OpParams":
-        return dataclasses.replace(self, extra=False)
+    def as_gemm(self) -> "OpParams":
+        """The GEMM of this operation alone."""
+        return dataclasses.replace(self, extra=False, route="")
 
     def with_batch_dim(self) -> "OpParams":
         return dataclasses.replace(self, batch_dims=self.batch_dims + 1)

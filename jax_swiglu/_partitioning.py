@@ -185,7 +185,7 @@ def _partition(
         if not sum_axes:
             return tuple(primitive.bind(*parts, params=params))
         a, b, *addend = parts
-        (out,) = primitive.bind(a, b, params=params.without_addend())
+        (out,) = primitive.bind(a, b, params=params.as_gemm())
         shape = mesh.sharding(names, result_split).shard_shape(results[0].shape)
         where = {"scattered": tuple(scattered), "reduced": reduced}
         return (_device_sum_p.bind(out, *addend, shape=shape, **where),)

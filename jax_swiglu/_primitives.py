@@ -22,6 +22,7 @@ from jax_swiglu._config import CUDNN_DTYPES, HOST_DTYPES, OpParams
 from jax_swiglu._dims import dims_of
 
 Arrays = Sequence[jax.Array]
+Reference = Callable[..., tuple[jax.Array, ...]]
 
 
 def _product(op: str, lhs: Any, rhs: Any, params: OpParams) -> Any:
@@ -111,22 +112,40 @@ def cudnn_obstacle(dtype: np.dtype) -> str | None:
     return status.reason if status.usable is False else None
 
 
-# A weight gradient over fewer rows than one K tile is all writing. Measured on an H200 at 16 rows
-# and [4096, 14336]: cuDNN's best GEMM takes 42 us, half as long again as the write; XLA's does not.
+# Who computes what, by op and shape alone, so that all processes of a job compile the same program.
+# Measured on an H200, see docs/performance.md.
+
+# A weight gradient over fewer rows than one K tile is all writing, and XLA's GEMM writes faster.
 MAX_XLA_WEIGHT_GRAD_ROWS = 64
+# Up to so many rows the activation, its gradient and the addition to a product are worth a fused
+# kernel; beyond, plain GEMMs with XLA's elementwise kernels behind them are faster.
+MAX_FUSED_ROWS = {"glu_fwd": 1024, "glu_bwd": 64, "matmul": 64}
 
 
-def _xla_is_faster(op: str, ctx: mlir.LoweringRuleContext, params: OpParams) -> bool:
-    """A rule by op and shape alone, so that all processes of a job compile the same program."""
+def _xla_computes(op: str, ctx: mlir.LoweringRuleContext, params: OpParams) -> str:
+    """What is left to XLA on a GPU: "all", the "elementwise" part, or "nothing"."""
+    if params.implementation == "cudnn" or params.route:
+        return "nothing"
+    if _partitioning.device_mesh(ctx) is not None:  # decided for the part of one device
+        return "nothing"
     lhs: Any = ctx.avals_in[0]
     rows = math.prod(lhs.shape[params.batch_dims : -1])
-    return op == "matmul" and params.lhs_transposed and rows <= MAX_XLA_WEIGHT_GRAD_ROWS
+    if params.lhs_transposed:
+        return "all" if rows <= MAX_XLA_WEIGHT_GRAD_ROWS else "nothing"
+    # A call that returns gate and up can write them into stacks of residuals, in place, if nothing
+    # else reads them.
+    alone = params.extra if op == "glu_fwd" else op == "matmul" and not params.extra
+    return "nothing" if alone or rows <= MAX_FUSED_ROWS[op] else "elementwise"
+
+
+def _gemm(a: jax.Array, b: jax.Array, params: OpParams) -> jax.Array:
+    return matmul_p.bind(a, b, params=params.as_gemm())[0]
 
 
 def _lower_cuda(
     primitive: Primitive,
     op: str,
-    reference: Any,
+    reference: Reference,
     ctx: mlir.LoweringRuleContext,
     *operands: Any,
     params: OpParams,
@@ -137,23 +156,25 @@ def _lower_cuda(
         )
     dtype = _operand_dtype(ctx)
     obstacle = cudnn_obstacle(dtype)
-    if obstacle is None and _is_static_and_full(ctx):
-        if params.implementation is None and _xla_is_faster(op, ctx, params):
-            return reference(ctx, *operands, params=params)
-        return _lower_call(primitive, op, ctx, *operands, params=params)
     if obstacle is not None and params.implementation == "cudnn":
         raise NotImplementedError(
             f'implementation="cudnn": {obstacle}. Use implementation=None or "xla" to run on XLA'
         )
     if obstacle is not None and dtype in CUDNN_DTYPES:
         _warn_once(f"jax_swiglu runs on XLA: {obstacle}")
-    return reference(ctx, *operands, params=params)
+    if obstacle is None and _is_static_and_full(ctx):
+        left_to_xla = _xla_computes(op, ctx, params)
+        if left_to_xla == "nothing":
+            return _lower_call(primitive, op, ctx, *operands, params=params)
+        if left_to_xla == "elementwise":
+            reference = functools.partial(reference, gemm=_gemm)
+    return _lower_reference(reference, ctx, *operands, params=params)
 
 
 def _lower_default(
     primitive: Primitive,
     op: str,
-    reference: Any,
+    reference: Reference,
     ctx: mlir.LoweringRuleContext,
     *operands: Any,
     params: OpParams,
@@ -171,12 +192,22 @@ def _lower_default(
                 f'{dtype}. Use implementation=None or "xla"'
             )
         return _lower_call(primitive, op, ctx, *operands, params=params)
-    return reference(ctx, *operands, params=params)
+    return _lower_reference(reference, ctx, *operands, params=params)
+
+
+def _lower_reference(
+    reference: Reference, ctx: mlir.LoweringRuleContext, *operands: Any, params: OpParams
+) -> Sequence[Any]:
+    lhs: Any = ctx.avals_in[0]
+    # In the part of one device there is no mesh, while that of `jax.set_mesh` is still around: JAX
+    # (0.9 to 0.12) would annotate what is computed here with shardings that XLA refuses.
+    with jax.sharding.use_abstract_mesh(lhs.sharding.mesh):
+        return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands, params=params)
 
 
 def _jvp(
     primitive: Primitive,
-    reference: Callable[..., Any],
+    reference: Reference,
     primals: Arrays,
     tangents: Arrays,
     *,
@@ -224,17 +255,16 @@ def _batch(
 def _make(
     op: str,
     avals: Callable[..., list[Any]],
-    reference: Callable[..., tuple[jax.Array, ...]],
+    reference: Reference,
     row_operands: Callable[[OpParams], tuple[int, ...]],
 ) -> Primitive:
     primitive = Primitive(f"jax_swiglu_{op}")
     primitive.multiple_results = True
     primitive.def_abstract_eval(avals)
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-    lowered = mlir.lower_fun(reference, multiple_results=True)
-    mlir.register_lowering(primitive, functools.partial(_lower_default, primitive, op, lowered))
+    mlir.register_lowering(primitive, functools.partial(_lower_default, primitive, op, reference))
     mlir.register_lowering(
-        primitive, functools.partial(_lower_cuda, primitive, op, lowered), platform="cuda"
+        primitive, functools.partial(_lower_cuda, primitive, op, reference), platform="cuda"
     )
     _partitioning.register(primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive, reference)

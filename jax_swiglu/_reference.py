@@ -4,6 +4,8 @@ Shapes are those of `_dims`. GEMM results are rounded to their dtype; the activa
 at least float32.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,27 +76,35 @@ def activation_grad(dh: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.
     return dgate.astype(gate.dtype), (wide_dh * silu(wide_gate)).astype(up.dtype)
 
 
+Gemm = Callable[[jax.Array, jax.Array, OpParams], jax.Array]
+
+
 def glu_fwd(
-    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, params: OpParams
+    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, params: OpParams, gemm: Gemm = dot
 ) -> tuple[jax.Array, ...]:
     """h = silu(x @ w_gate) * (x @ w_up), and with `extra` also gate and up."""
-    gate, up = dot(x, w_gate, params), dot(x, w_up, params)
+    gate, up = gemm(x, w_gate, params), gemm(x, w_up, params)
     h = activation(gate, up)
     return (h, gate, up) if params.extra else (h,)
 
 
 def glu_bwd(
-    dout: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, params: OpParams
+    dout: jax.Array,
+    w_down: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    params: OpParams,
+    gemm: Gemm = dot,
 ) -> tuple[jax.Array, ...]:
     """dgate and dup for dh = dout @ rhs, and with `extra` also h."""
-    dh = dot(dout, w_down, params)
+    dh = gemm(dout, w_down, params)
     grads = activation_grad(dh, gate, up)
     return (*grads, activation(gate, up)) if params.extra else grads
 
 
 def matmul(
-    a: jax.Array, b: jax.Array, *addend: jax.Array, params: OpParams
+    a: jax.Array, b: jax.Array, *addend: jax.Array, params: OpParams, gemm: Gemm = dot
 ) -> tuple[jax.Array, ...]:
     """a @ b, plus the addend with `extra`."""
-    out = dot(a, b, params)
+    out = gemm(a, b, params)
     return (out + addend[0],) if params.extra else (out,)

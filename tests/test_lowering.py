@@ -175,7 +175,7 @@ def test_forward(implementation, dtype, layout):
 
 
 @layouts
-@pytest.mark.parametrize(("implementation", "platform"), [(None, "cuda"), ("host", "cpu")])
+@pytest.mark.parametrize(("implementation", "platform"), [("cudnn", "cuda"), ("host", "cpu")])
 def test_backward(implementation, platform, layout):
     x, w_gate, w_up, w_down, dout = range(5)
     function = functools.partial(
@@ -253,7 +253,8 @@ def test_leading_dimensions_reach_the_calls(leading, layout):
 
 @pytest.mark.parametrize("residuals", ["gate_up", "full", "input"])
 def test_residuals(residuals):
-    program = lower(functools.partial(with_grads, op(residuals=residuals)), *specs())
+    function = op(residuals=residuals, implementation="cudnn")
+    program = lower(functools.partial(with_grads, function), *specs())
     extra = {(c.name, c.attributes["extra"]) for c in program.calls() if c.name != "matmul"}
     # "input": the forward pass keeps nothing, and the second glu_fwd returns gate, up and h.
     want = {
@@ -294,9 +295,35 @@ def test_weight_gradients_over_few_rows_go_to_xla(rows, implementation, cudnn):
     x, dout = (jax.ShapeDtypeStruct((*rows, a.shape[1]), a.dtype) for a in (x, dout))
     program = lower(function, x, *weights, dout)
     flags = [call.flags for call in program.calls()]
-    assert [f[0] for f in flags if not f[1]] == ["glu_fwd", "matmul", "glu_bwd", "matmul", "matmul"]
     assert [f[0] for f in flags if f[1]] == ["matmul"] * (3 if cudnn else 0)
     assert ("dot_general" in program.names()) == (not cudnn)
+
+
+@layouts
+@pytest.mark.parametrize("rows", [(64,), (65,), (5, 13), (1024,), (1025,)], ids=str)
+@pytest.mark.parametrize("implementation", [None, "cudnn"])
+def test_elementwise_parts_over_many_rows_go_to_xla(implementation, rows, layout):
+    function = op(implementation=implementation, weight_layout=layout)
+    x, *weights, dout = specs(layout=layout)
+    x, dout = (jax.ShapeDtypeStruct((*rows, a.shape[1]), a.dtype) for a in (x, dout))
+    size = int(np.prod(rows))
+    t = layout == "out_in"
+
+    inference = lower(function, x, *weights)
+    fused = implementation == "cudnn" or size <= 1024
+    first = [("glu_fwd", False, t, False)] if fused else [("matmul", False, t, False)] * 2
+    assert [c.flags for c in inference.calls()] == [*first, ("matmul", False, t, False)]
+    assert ("multiply" in inference.names()) == (not fused)
+
+    training = lower(functools.partial(with_grads, function), x, *weights, dout)
+    fused = implementation == "cudnn" or size <= 64
+    glu_fwd, _, dh, _, dx = [c for c in training.calls() if not c.attributes["lhs_transposed"]]
+    # Saves gate and up itself: XLA then writes them into stacks of residuals without a copy.
+    assert glu_fwd.flags == ("glu_fwd", False, t, True)
+    assert dh.flags == ("glu_bwd" if fused else "matmul", False, not t, fused)
+    assert dx.flags == ("matmul", False, not t, fused)
+    assert ("multiply" in training.names()) == (not fused)
+    assert "transpose" not in training.names()
 
 
 # The workspace.
@@ -336,8 +363,9 @@ def test_workspace_depends_on_op_and_shapes_alone():
 @pytest.mark.parametrize("m", [80, 333, 4096])
 def test_workspace_has_room_for_gate_where_it_is_no_result(m):
     args = specs(sizes=(m, 64, 1376, 64))
-    plain, _ = (size for _, size in workspaces(lower(op(), *args[:4])))
-    saving, *_ = (size for _, size in workspaces(lower(functools.partial(with_grads, op()), *args)))
+    mlp = op(implementation="cudnn")
+    plain, _ = (size for _, size in workspaces(lower(mlp, *args[:4])))
+    saving, *_ = (size for _, size in workspaces(lower(functools.partial(with_grads, mlp), *args)))
     assert plain - saving >= m * 1376 * 2
     assert plain - saving < m * 1376 * 2 + 256
 
@@ -354,11 +382,8 @@ def stacks(layout):
     ]
 
 
-def scan_layers(layout, x, *weights):
-    def layer(x, weights):
-        return x + js.swiglu_mlp(x, *weights, weight_layout=layout), None
-
-    return jax.lax.scan(layer, x, weights)[0]
+def scan_layers(mlp, x, *weights):
+    return jax.lax.scan(lambda x, weights: (x + mlp(x, *weights), None), x, weights)[0]
 
 
 def check_sliced_in_place(program, loop, call, operand, argument):
@@ -376,7 +401,8 @@ def check_sliced_in_place(program, loop, call, operand, argument):
 @layouts
 def test_scan_hands_slices_to_the_calls(layout):
     x = jax.ShapeDtypeStruct((M, H), "bfloat16")
-    program = lower(functools.partial(scan_layers, layout), x, *stacks(layout))
+    mlp = op(weight_layout=layout)
+    program = lower(functools.partial(scan_layers, mlp), x, *stacks(layout))
     (loop,) = program.loops()
     glu_fwd, down = program.calls(loop)
     for call, operand, argument in ((glu_fwd, 1, 1), (glu_fwd, 2, 2), (down, 1, 3)):
@@ -385,36 +411,31 @@ def test_scan_hands_slices_to_the_calls(layout):
 
 
 @layouts
+@pytest.mark.parametrize("implementation", [None, "cudnn"])
 @pytest.mark.parametrize("remat", [False, True], ids=["saved", "remat"])
-def test_scan_hands_slices_to_the_calls_of_the_backward_pass(layout, remat):
+def test_scan_hands_slices_to_the_calls_of_the_backward_pass(remat, implementation, layout):
     x = jax.ShapeDtypeStruct((M, H), "bfloat16")
-    function = functools.partial(scan_layers, layout)
+    mlp = op(weight_layout=layout, implementation=implementation)
     if remat:
-
-        def function(x, *weights):
-            def layer(x, weights):
-                return x + js.swiglu_mlp(x, *weights, weight_layout=layout), None
-
-            layer = jax.checkpoint(layer, prevent_cse=False)
-            return jax.lax.scan(layer, x, weights)[0]
-
+        mlp = jax.checkpoint(mlp, prevent_cse=False)
+    function = functools.partial(scan_layers, mlp)
     program = lower(functools.partial(with_grads, function), x, *stacks(layout), x)
     forward, backward = program.loops()
     glu_fwd, down = program.calls(forward)
     for call, operand, argument in ((glu_fwd, 1, 1), (glu_fwd, 2, 2), (down, 1, 3)):
         check_sliced_in_place(program, forward, call, operand, argument)
-    *again, glu_bwd, dx_gate, dx, dw_gate, dw_up, dw_down = program.calls(backward)
+    *again, dh, dx_gate, dx, dw_gate, dw_up, dw_down = program.calls(backward)
     assert [c.name for c in again] == (["glu_fwd"] if remat else [])
     for call, operand, argument in (
         *((c, 1, 1) for c in again),
         *((c, 2, 2) for c in again),
-        (glu_bwd, 1, 3),
+        (dh, 1, 3),
         (dx_gate, 1, 1),
         (dx, 1, 2),
     ):
         check_sliced_in_place(program, backward, call, operand, argument)
     assert all(c.attributes["lhs_transposed"] for c in (dw_gate, dw_up, dw_down))
-    assert not program.names() & {"transpose", "copy", "convert"}
+    assert not program.names() & {"transpose", "copy"}
 
 
 # vmap.
@@ -433,7 +454,7 @@ def test_mapped_rows_are_rows_and_weights_not_copied():
 @pytest.mark.parametrize("batch", [(3,), (2, 3)], ids=str)
 def test_mapped_weights_get_batch_dimensions(batch):
     args = [jax.ShapeDtypeStruct((*batch, *a.shape), a.dtype) for a in specs()]
-    function = functools.partial(with_grads, js.swiglu_mlp)
+    function = functools.partial(with_grads, op(implementation="cudnn"))
     for _ in batch:
         function = jax.vmap(function)
     program = lower(function, *args)
@@ -537,7 +558,7 @@ def test_names_of_custom_calls():
 
 
 def test_export_for_a_gpu():
-    function = functools.partial(with_grads, js.swiglu_mlp)
+    function = functools.partial(with_grads, op(implementation="cudnn"))
     exported = export(function, *specs(), platforms=["cuda"])
     text = exported.mlir_module()
     assert {f"jax_swiglu_{name}" for name in re.findall(r"@jax_swiglu_(\w+)", text)} == set(
