@@ -4,23 +4,18 @@
 #include <chrono>
 #include <exception>
 #include <limits>
-#include <numeric>
 #include <vector>
 
 namespace jax_swiglu {
 namespace {
 
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
 struct Entry {
   int candidate;
-  double best_guess;  // seconds of one run, by the measurements so far
-  std::vector<double> seconds = {};
+  double best;             // seconds of one run, the least seen
+  double loaded = kNever;  // the same, under continuous load
 };
-
-double Median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
 
 }  // namespace
 
@@ -33,7 +28,7 @@ Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds) {
   // seen them. A single run may well seem twice as slow as it is, when the GPU was idle before.
   constexpr double kHopeless = 3, kLookSeconds = 1e-3;
   std::vector<Entry> entries;
-  double best = std::numeric_limits<double>::infinity();
+  double best = kNever;
   for (int i = 0; i < candidates; ++i) {
     if (!entries.empty() && spent() > budget_seconds / 2) break;
     try {
@@ -51,45 +46,42 @@ Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds) {
   if (entries.empty()) return {};
   const auto keep_best = [&entries](size_t most, double factor) {
     std::sort(entries.begin(), entries.end(),
-              [](const Entry& a, const Entry& b) { return a.best_guess < b.best_guess; });
-    const double limit = entries.front().best_guess * factor;
-    while (entries.size() > most || entries.back().best_guess > limit) entries.pop_back();
+              [](const Entry& a, const Entry& b) { return a.best < b.best; });
+    const double limit = entries.front().best * factor;
+    while (entries.size() > most || entries.back().best > limit) entries.pop_back();
   };
-  // Adds one measurement of about `seconds` to each entry, in turn.
-  const auto measure = [&](double seconds, bool settle) {
+  // Runs each entry for about `seconds`, in turn, and passes on what one run took.
+  const auto measure = [&](double seconds, auto use) {
     for (Entry& e : entries) {
-      const int runs =
-          std::clamp(static_cast<int>(seconds / std::max(e.best_guess, 1e-6)), 2, 1000);
-      if (settle) timer(e.candidate, runs);
-      e.seconds.push_back(timer(e.candidate, runs));
+      const int runs = std::clamp(static_cast<int>(seconds / std::max(e.best, 1e-6)), 2, 1000);
+      use(e, runs, timer(e.candidate, runs));
     }
   };
 
-  // Many short turns: whatever the clocks do meanwhile, they do to all.
+  // Short turns. Whatever disturbs a measurement makes it longer, so the least one counts.
   keep_best(6, 1.5);
   constexpr double kTurnSeconds = 2e-3;
-  constexpr int kTurns = 11;
+  constexpr int kTurns = 5;
   for (int turn = 0; turn < kTurns && (turn == 0 || spent() < budget_seconds); ++turn) {
-    measure(kTurnSeconds, /*settle=*/false);
+    measure(kTurnSeconds,
+            [](Entry& e, int, double seconds) { e.best = std::min(e.best, seconds); });
   }
-  for (Entry& e : entries) e.best_guess = Median(e.seconds);
 
   // Long kernels are limited by power, and some need more of it than others: under continuous load
-  // their clocks go lower. These times scatter by a few percent, so they only rule candidates out.
-  keep_best(3, 1.1);
-  constexpr double kLongKernelSeconds = 1e-4, kLoadSeconds = 0.05, kThirsty = 1.03;
-  if (entries.size() > 1 && entries.front().best_guess > kLongKernelSeconds) {
-    for (Entry& e : entries) e.seconds.clear();
-    for (int turn = 0; turn < 2 && (turn == 0 || spent() < budget_seconds); ++turn) {
-      measure(kLoadSeconds, /*settle=*/true);
+  // their clocks go lower. Those times scatter by some percent, so they only rule candidates out.
+  keep_best(3, 1.05);
+  constexpr double kLongKernelSeconds = 1e-4, kLoadSeconds = 0.04, kThirsty = 1.03;
+  constexpr int kLoads = 3;
+  if (entries.size() > 1 && entries.front().best > kLongKernelSeconds) {
+    for (int turn = 0; turn < kLoads && (turn == 0 || spent() < budget_seconds); ++turn) {
+      measure(kLoadSeconds, [&](Entry& e, int runs, double) {  // the first half settles the clocks
+        e.loaded = std::min(e.loaded, timer(e.candidate, runs));
+      });
     }
-    const auto loaded = [](const Entry& e) {
-      return std::accumulate(e.seconds.begin(), e.seconds.end(), 0.0) / e.seconds.size();
-    };
-    double least = std::numeric_limits<double>::infinity();
-    for (const Entry& e : entries) least = std::min(least, loaded(e));
+    double least = kNever;
+    for (const Entry& e : entries) least = std::min(least, e.loaded);
     entries.erase(std::remove_if(entries.begin(), entries.end(),
-                                 [&](const Entry& e) { return loaded(e) > kThirsty * least; }),
+                                 [&](const Entry& e) { return e.loaded > kThirsty * least; }),
                   entries.end());
   }
   // Among equals the first one, so that the choice is not left to chance: routes of fewer kernels,
@@ -99,7 +91,7 @@ Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds) {
   const Entry& first =
       *std::min_element(entries.begin(), entries.end(),
                         [](const Entry& a, const Entry& b) { return a.candidate < b.candidate; });
-  return {first.candidate, first.best_guess};
+  return {first.candidate, first.best};
 }
 
 }  // namespace jax_swiglu
