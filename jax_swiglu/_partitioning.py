@@ -5,18 +5,19 @@ row dimensions and the columns of each product may be split freely; the contract
 whole, but for `matmul`, which sums the parts of the devices itself.
 """
 
+import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import dispatch
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jax_swiglu._config import OpParams
 from jax_swiglu._dims import Dims, dims_of
@@ -68,31 +69,57 @@ def register(primitive: Primitive) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
+@dataclasses.dataclass(frozen=True)
 class DeviceMesh:
-    """The devices that the partitioner splits over, as a mesh of axes of prime size.
+    """The devices of a program, as the rules see them.
 
-    Thus every sharding has names for its axes, also one that splits a dimension over a part of an
-    axis, as the partitioner does where the whole axis does not divide it. Inside a `shard_map` over
-    some axes of the mesh, the partitioner sees the other axes only, and numbers devices by those.
+    `whole` and `seen` have axes of prime size. Thus every sharding has names for its axes, also one
+    that splits a dimension over a part of an axis, as the partitioner does where the whole axis
+    does not divide it.
     """
 
-    def __init__(self, mesh: Mesh, manual_axes: frozenset[str]):
-        primes = {
-            f"{name}.{i}": (prime, name in manual_axes)
-            for name, size in mesh.shape.items()
-            for i, prime in enumerate(_prime_factors(size))
-        }
-        self.whole = Mesh(
-            mesh.devices.reshape([prime for prime, _ in primes.values()]), tuple(primes)
+    given: AbstractMesh
+    whole: AbstractMesh
+    # Without manual axes, and in the order in which the partitioner numbers devices.
+    seen: AbstractMesh
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], manual: Collection[str]) -> "DeviceMesh":
+        types = tuple(AxisType.Manual if name in manual else AxisType.Auto for name in sizes)
+        whole, seen = (
+            {
+                f"{name}.{i}": prime
+                for name, size in sizes.items()
+                if name not in left_out
+                for i, prime in enumerate(_prime_factors(size))
+            }
+            for left_out in ((), manual)
         )
-        self.seen = Mesh(
-            self.whole.devices[
-                tuple(0 if manual else slice(None) for _, manual in primes.values())
-            ],
-            tuple(name for name, (_, manual) in primes.items() if not manual),
-        )
-        strides = np.cumprod([1, *reversed(self.seen.devices.shape)])
-        self._by_stride = dict(zip(strides, reversed(self.seen.axis_names), strict=False))
+        given = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+        return cls(given, _mesh(whole), _mesh(seen))
+
+    def compass(self) -> jax.Array:
+        """One element on each device that the partitioner sees, for `numbered`."""
+        names = self.given.auto_axes
+        with jax.sharding.use_abstract_mesh(self.given):
+            elements = jnp.zeros([self.given.shape[name] for name in names], jnp.int8)
+            sharding = NamedSharding(self.given, PartitionSpec(*names))
+            return jax.lax.with_sharding_constraint(elements, sharding)
+
+    def numbered(self, compass: Any) -> "DeviceMesh":
+        """The mesh with the order of axes that the partitioner has given a compass.
+
+        Where some axes are manual, it numbers the devices of the others in an order of its own for
+        each call, which shardings do not tell: a mesh of 2 x 2 looks the same both ways.
+        """
+        tiling = compass.sharding._to_xla_hlo_sharding(len(compass.shape))
+        numbers = np.reshape(tiling.tile_assignment_devices(), self.seen.axis_sizes)
+        strides = [numbers.take(1, i).flat[0] - numbers.flat[0] for i in range(numbers.ndim)]
+        order = np.argsort(strides)[::-1]
+        if list(numbers.transpose(order).flat) != list(range(numbers.size)):
+            raise NotImplementedError(f"devices are not numbered by axes of the mesh: {tiling}")
+        seen = {self.seen.axis_names[i]: self.seen.axis_sizes[i] for i in order}
+        return dataclasses.replace(self, seen=_mesh(seen))
 
     def axes(self, info: Any) -> list[Axes]:
         """The axes that split each dimension of an array; none where they do not divide it."""
@@ -108,18 +135,24 @@ class DeviceMesh:
         return found
 
     def _along(self, devices: np.ndarray) -> Axes:
+        names, sizes = self.seen.axis_names[::-1], self.seen.axis_sizes[::-1]
+        by_stride = dict(zip(np.cumprod([1, *sizes]), names, strict=False))
         axes: Axes = ()
         offsets = np.zeros(1, int)
         while len(offsets) < len(devices):
             stride = devices[len(offsets)] - devices[0]
-            if stride not in self._by_stride:
+            if stride not in by_stride:
                 return ()
-            axes = (self._by_stride[stride], *axes)
+            axes = (by_stride[stride], *axes)
             offsets = np.add.outer(stride * np.arange(self.seen.shape[axes[0]]), offsets).ravel()
         return axes if np.array_equal(devices - devices[0], offsets) else ()
 
     def sharding(self, names: Sequence[str], split: Mapping[str, Axes]) -> NamedSharding:
         return NamedSharding(self.seen, PartitionSpec(*(split.get(name) or None for name in names)))
+
+
+def _mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def _prime_factors(n: int) -> list[int]:
@@ -133,15 +166,31 @@ def device_mesh(ctx: mlir.LoweringRuleContext) -> DeviceMesh | None:
     """The devices, if a rule is needed: not on one device, nor where all axes are manual."""
     context: Any = ctx.module_context.axis_context
     if isinstance(context, mlir.ShardingContext):
-        devices = np.array(context.device_assignment)
         mesh = context.abstract_mesh
-        shape = {"": devices.size} if mesh is None else mesh.shape
-        mesh = Mesh(devices.reshape(*shape.values()), tuple(shape))
-        manual: frozenset[str] = frozenset()
+        found = DeviceMesh.of({"": context.num_devices} if mesh is None else mesh.shape, ())
     else:
-        mesh, manual = context.mesh, context.manual_axes
-    whole = math.prod(size for name, size in mesh.shape.items() if name not in manual) == 1
-    return None if whole else DeviceMesh(mesh, manual)
+        found = DeviceMesh.of(context.mesh.shape, context.manual_axes)
+    return found if found.seen.size > 1 else None
+
+
+def _summed(
+    dims: Dims, operands: Sequence[Sequence[Axes]], result: Mapping[str, Axes]
+) -> dict[str, Axes]:
+    """The axes to split contracted dimensions over, given how arrays are split."""
+    lhs, rhs = (
+        dict(zip(*pair, strict=True)) for pair in zip(dims.operands, operands, strict=False)
+    )
+    summed: dict[str, Axes] = dict.fromkeys(dims.contracted, ())
+    for split, other in ((lhs, rhs), (rhs, lhs)):
+        # Where only one operand is split, each device takes its part of the other, unless that and
+        # the result are split over the same axis elsewhere: then the first is gathered.
+        taken = {axis for axes in summed.values() for axis in axes}
+        taken |= {
+            axis for name, axes in result.items() for axis in axes if axis in other.get(name, ())
+        }
+        for name in dims.contracted:
+            summed[name] = summed[name] or tuple(axis for axis in split[name] if axis not in taken)
+    return summed
 
 
 def _partition(
@@ -154,16 +203,14 @@ def _partition(
     results: Sequence[Any],
 ) -> tuple[Any, Callable[..., Any], Any, Any]:
     """The shardings to use, given those that were propagated, and the part of one device."""
+    compass, operands = operands[: -len(dims.operands)], operands[-len(dims.operands) :]
+    if compass:
+        mesh = mesh.numbered(*compass)
     names = dims.results[0]
     result_split = dict(zip(names, mesh.axes(results[0]), strict=True))
     summed: dict[str, Axes] = {}
     if dims.summable:
-        # Where only one operand is split, each device takes its part of the other.
-        for operand_names, operand in zip(dims.operands, operands[:2], strict=False):
-            taken = {axis for axes in summed.values() for axis in axes}
-            for name, axes in zip(operand_names, mesh.axes(operand), strict=True):
-                if name in dims.contracted and not summed.get(name) and not taken & set(axes):
-                    summed[name] = axes
+        summed = _summed(dims, [mesh.axes(operand) for operand in operands[:2]], result_split)
     sum_axes = tuple(axis for axes in summed.values() for axis in axes)
     # An axis that splits both the sum and the result: the sum is scattered over it.
     operand_split = {
@@ -182,6 +229,7 @@ def _partition(
     reduced = tuple(axis for axis in sum_axes if axis not in scattered_axes)
 
     def compute(*parts: jax.Array) -> tuple[jax.Array, ...]:
+        parts = parts[len(compass) :]
         if not sum_axes:
             return tuple(primitive.bind(*parts, params=params))
         a, b, *addend = parts
@@ -195,8 +243,14 @@ def _partition(
         mesh.sharding(of, operand_split | summed if i < 2 else result_split)
         for i, of in enumerate(dims.operands)
     ]
-    result_shardings = [mesh.sharding(of, result_split) for of in dims.results]
-    return mesh.whole, compute, tuple(result_shardings), tuple(operand_shardings)
+    result_shardings = tuple(mesh.sharding(of, result_split) for of in dims.results)
+    # A compass stays where it is.
+    return (
+        mesh.whole,
+        compute,
+        result_shardings,
+        (*[c.sharding for c in compass], *operand_shardings),
+    )
 
 
 def _device_sum(
@@ -242,16 +296,23 @@ def lower(
     lhs: Any = ctx.avals_in[0]
     dims = dims_of(op, params, len(lhs.shape))
 
+    # A sum names the devices that it is over.
+    with_compass = dims.summable and bool(mesh.given.manual_axes)
+    compass = (tuple(f"c{i}" for i in range(len(mesh.given.auto_axes))),) * with_compass
+
     def whole(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(primitive.bind(*operands, params=params))
+        return tuple(primitive.bind(*operands[with_compass:], params=params))
+
+    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return function(*([mesh.compass()] * with_compass), *operands)
 
     function = custom_partitioning(whole)
-    rule = " -> ".join(", ".join(map(" ".join, of)) for of in (dims.operands, dims.results))
+    groups = ((*compass, *dims.operands), dims.results)
     function.def_partition(
         partition=functools.partial(_partition, primitive, dims, params, mesh),
-        sharding_rule=rule,
+        sharding_rule=" -> ".join(", ".join(map(" ".join, group)) for group in groups),
         decode_shardings=False,
         reduction_factors=dims.contracted if dims.summable else (),
         need_replication_factors=() if dims.summable else dims.contracted,
     )
-    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
