@@ -9,6 +9,8 @@ ARGS ?=
 EDITABLE ?= -e
 # cuda12 or cuda13, as the driver says; nothing where there is no NVIDIA GPU.
 CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/cuda\1/p')
+# JAX_SWIGLU_REQUIRE_PARITY=1 adds tests against PyTorch and transformers, which are large downloads.
+PARITY := $(JAX_SWIGLU_REQUIRE_PARITY:1=parity)
 # What test-matrix runs on.
 PYTHONS ?= python3.11 python3.12 python3.13
 JAXES ?= newest 0.9.0
@@ -16,7 +18,7 @@ JAXES ?= newest 0.9.0
 BIN := $(CURDIR)/.venv/bin
 SOURCES := pyproject.toml $(wildcard ffi/*) \
            $(if $(EDITABLE),,$(shell find jax_swiglu -name '*.py' -o -name '*.json'))
-INSTALLED := .venv/.installed$(EDITABLE)
+INSTALLED := .venv/.installed$(EDITABLE)$(PARITY)
 
 .PHONY: demo test test-matrix lint clean
 
@@ -47,7 +49,7 @@ $(BIN)/python:
 
 $(INSTALLED): $(SOURCES) | $(BIN)/python
 	@rm -f .venv/.installed*
-	$(BIN)/python -m pip install $(EDITABLE) '.[test,examples$(addprefix $(comma),$(CUDA))]'
+	$(BIN)/python -m pip install $(EDITABLE) '.[test,examples$(addprefix $(comma),$(CUDA) $(PARITY))]'
 	@touch $@
 
 .venv/.lint: pyproject.toml | $(BIN)/python
