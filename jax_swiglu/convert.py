@@ -617,7 +617,8 @@ def _unpack(
     halves = [x[(*before, half)] for half in (0, 1)]
     if "J" in letters:
         axis = len(lead) + letters.index("2") - 1
-        merged = (*halves[0].shape[:axis], -1, *halves[0].shape[axis + 2 :])
+        blocks, block = halves[0].shape[axis : axis + 2]
+        merged = (*halves[0].shape[:axis], blocks * block, *halves[0].shape[axis + 2 :])
         halves = [half.reshape(merged) for half in halves]
     if packing.up_first:
         halves.reverse()

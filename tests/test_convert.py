@@ -102,6 +102,13 @@ def test_leading_dimensions(packing, define, weight_layout):
 
 
 @packings
+@pytest.mark.parametrize(("h", "i"), [(0, 4), (6, 0)], ids=["no H", "no I"])
+def test_zero_sizes(packing, define, h, i):
+    parts = (np.zeros((h, i), np.float32),) * 2
+    assert_equal(unpack(pack(*parts, packing), packing), parts)
+
+
+@packings
 def test_jit(packing, define):
     gate, up, _ = weights_of(6, 4)
     packed = define(gate, up)
