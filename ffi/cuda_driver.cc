@@ -24,6 +24,8 @@ CudaDriver LoadDriver() {
   load(driver.ctx_set_current, "cuCtxSetCurrent");
   load(driver.ctx_get_device, "cuCtxGetDevice");
   load(driver.ctx_synchronize, "cuCtxSynchronize");
+  load(driver.device_get_attribute, "cuDeviceGetAttribute");
+  load(driver.device_get_name, "cuDeviceGetName");
   load(driver.stream_get_ctx, "cuStreamGetCtx");
   load(driver.stream_is_capturing, "cuStreamIsCapturing");
   load(driver.stream_create, "cuStreamCreate");
@@ -73,6 +75,21 @@ bool IsCapturing(CUstream stream) {
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   CheckCuda(Driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
   return status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+Gpu CurrentGpu() {
+  CUdevice device = 0;
+  CheckCuda(Driver().ctx_get_device(&device), "cuCtxGetDevice");
+  char name[256] = "";
+  CheckCuda(Driver().device_get_name(name, sizeof(name), device), "cuDeviceGetName");
+  Gpu gpu;
+  gpu.name = name;
+  const auto get = [&](int& value, CUdevice_attribute attribute) {
+    CheckCuda(Driver().device_get_attribute(&value, attribute, device), "cuDeviceGetAttribute");
+  };
+  get(gpu.major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+  get(gpu.minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+  return gpu;
 }
 
 }  // namespace jax_swiglu

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace jax_swiglu {
 
@@ -17,6 +18,8 @@ struct CudaDriver {
   CUresult (*ctx_set_current)(CUcontext);
   CUresult (*ctx_get_device)(CUdevice*);
   CUresult (*ctx_synchronize)();
+  CUresult (*device_get_attribute)(int*, CUdevice_attribute, CUdevice);
+  CUresult (*device_get_name)(char*, int, CUdevice);
   CUresult (*stream_get_ctx)(CUstream, CUcontext*);
   CUresult (*stream_is_capturing)(CUstream, CUstreamCaptureStatus*);
   CUresult (*stream_create)(CUstream*, unsigned);
@@ -55,6 +58,13 @@ class ScopedContext {
 };
 
 bool IsCapturing(CUstream stream);
+
+// What the device of the current context is.
+struct Gpu {
+  std::string name;
+  int major = 0, minor = 0;  // compute capability
+};
+Gpu CurrentGpu();
 
 }  // namespace jax_swiglu
 

@@ -8,6 +8,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "plan_cache.h"
+
 namespace jax_swiglu {
 namespace {
 
@@ -140,7 +142,7 @@ std::vector<PlanConfig> ProposePlans(const GraphSpec& spec, int64_t alignment,
       if (knob.type != fe::KnobType_t::KERNEL_CFG) continue;
       for (int64_t k = std::max<int64_t>(knob.minValue, 1);
            k <= std::min<int64_t>(knob.maxValue, 7); ++k) {
-        configs.push_back({-1, k, "eng0_k24=" + std::to_string(k)});
+        configs.push_back({-1, "eng0_k24=" + std::to_string(k)});
       }
     }
   }
@@ -153,9 +155,12 @@ std::shared_ptr<Plan> BuildPlan(const GraphSpec& spec, const PlanConfig& config,
   if (config.proposal >= 0) {
     Check(graph->create_execution_plans(kHeuristics), "no engine for this graph");
   } else {
-    const std::unordered_map<fe::KnobType_t, int64_t> knobs = {
-        {fe::KnobType_t::KERNEL_CFG, config.gemm_kernel}};
-    Check(graph->create_execution_plan(kGemmEngine, knobs), "plan not supported");
+    const Engine engine = ParseEngine(config.name);
+    std::unordered_map<fe::KnobType_t, int64_t> knobs;
+    for (const auto& [type, value] : engine.knobs) {
+      knobs[fe::convert_from_backend_knob_type(static_cast<cudnnBackendKnobType_t>(type))] = value;
+    }
+    Check(graph->create_execution_plan(engine.id, knobs), "plan not supported");
   }
   const int64_t index = std::max<int64_t>(config.proposal, 0);
   graph->deselect_workspace_greater_than(kPlanWorkspaceBytes);

@@ -14,12 +14,10 @@ struct cudnnContext;
 
 namespace jax_swiglu {
 
-// One candidate plan for a graph: a proposal of cuDNN's heuristics, or else a kernel of the GEMM
-// engine.
+// One candidate plan for a graph: a proposal of cuDNN's heuristics, or else what the name says.
 struct PlanConfig {
-  int64_t proposal = -1;     // position in the list of the heuristics
-  int64_t gemm_kernel = -1;  // where it is none of theirs
-  std::string name;          // engine and knobs, as cuDNN writes them: "eng4_k2=9_k24=46"
+  int64_t proposal = -1;  // position in the list of the heuristics, -1 where it is not of them
+  std::string name;       // engine and knobs, as cuDNN writes them: "eng4_k2=9_k24=46"
 };
 
 // Alignment in bytes that a plan may assume of all its pointers. XLA's own buffers have at least

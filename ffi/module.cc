@@ -1,5 +1,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -9,6 +10,8 @@
 #include "cudnn_runtime.h"
 #include "graph_spec.h"
 #include "handlers.h"
+#include "op_tuner.h"
+#include "plan_cache.h"
 #include "plan_store.h"
 #include "tuner.h"
 
@@ -71,6 +74,41 @@ nb::tuple Pick(int candidates, const Timer& timer, double budget_seconds) {
   return nb::make_tuple(fastest.candidate, fastest.seconds);
 }
 
+nb::tuple PickForOp(std::vector<int> proposals, std::vector<std::vector<int>> routes,
+                    decltype(OpTask::build) build, decltype(OpTask::time_plan) time_plan,
+                    decltype(OpTask::time_route) time_route, double budget_seconds,
+                    const Clock& clock) {
+  const OpChoice choice = TuneOp({std::move(proposals), std::move(routes), std::move(build),
+                                  std::move(time_plan), std::move(time_route)},
+                                 budget_seconds, clock);
+  return nb::make_tuple(choice.route, choice.plans, choice.seconds);
+}
+
+nb::list FindPlans(const std::string& gpu, const std::string& compute_capability, int64_t cudnn,
+                   const std::string& key) {
+  nb::list all;
+  for (const Choice& choice : ThePlanCache()->Find({gpu, compute_capability, cudnn}, key)) {
+    nb::dict entry;
+    entry["source"] = choice.source;
+    entry["route"] = choice.route;
+    entry["engines"] = choice.engines;
+    entry["seconds"] = choice.seconds;
+    all.append(entry);
+  }
+  return all;
+}
+
+void PutPlan(const std::string& gpu, const std::string& compute_capability, int64_t cudnn,
+             const std::string& key, const std::string& route,
+             const std::vector<std::string>& engines, double seconds) {
+  ThePlanCache()->Put({gpu, compute_capability, cudnn}, key, {route, engines, seconds, ""});
+}
+
+nb::tuple ParseEngineName(const std::string& name) {
+  const Engine engine = ParseEngine(name);
+  return nb::make_tuple(engine.id, engine.knobs);
+}
+
 nb::list Prepared() {
   nb::list all;
   for (const auto& route : PreparedRoutes()) {
@@ -81,7 +119,7 @@ nb::list Prepared() {
     entry["route"] = route->route;
     entry["device"] = route->device;
     entry["alignment"] = route->alignment;
-    entry["tuned"] = route->tuned;
+    entry["source"] = route->source;
     entry["seconds"] = route->seconds;
     entry["engines"] = engines;
     entry["executions"] = route->executions.load();
@@ -105,5 +143,18 @@ NB_MODULE(_ffi, m) {
   m.def("routes", &RouteNames, nb::arg("op"), nb::arg("extra"), "Names of the routes of an op.");
   m.def("pick_fastest", &Pick, nb::arg("candidates"), nb::arg("timer"), nb::arg("budget_seconds"),
         "The tuner: (candidate, seconds) of the fastest; timer(candidate, repeats) gives seconds.");
+  m.def("tune_op", &PickForOp, nb::arg("proposals"), nb::arg("routes"), nb::arg("build"),
+        nb::arg("time_plan"), nb::arg("time_route"), nb::arg("budget_seconds"), nb::arg("clock"),
+        "(route, plan of each graph, seconds): the choice for an op within a budget.");
+  m.attr("PLAN_SCHEMA") = kPlanSchema;
+  m.def("set_plan_folders", &SetPlanFolders, nb::arg("folder"), nb::arg("shipped"),
+        "Where chosen plans are kept, and where tables of them are; \"\" for none.");
+  m.def("find_plans", &FindPlans, nb::arg("gpu"), nb::arg("compute_capability"), nb::arg("cudnn"),
+        nb::arg("key"), "The choices known for a problem, the preferred one first.");
+  m.def("put_plan", &PutPlan, nb::arg("gpu"), nb::arg("compute_capability"), nb::arg("cudnn"),
+        nb::arg("key"), nb::arg("route"), nb::arg("engines"), nb::arg("seconds"),
+        "Keeps a choice.");
+  m.def("parse_engine", &ParseEngineName, nb::arg("name"),
+        "(engine, [(knob type, value)]) of cuDNN's name of a plan.");
   m.def("prepared", &Prepared, "Routes and plans chosen so far in this process.");
 }

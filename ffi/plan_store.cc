@@ -16,7 +16,7 @@
 #include "cuda_driver.h"
 #include "cudnn_runtime.h"
 #include "host_eval.h"
-#include "tuner.h"
+#include "op_tuner.h"
 
 namespace jax_swiglu {
 namespace {
@@ -36,17 +36,32 @@ std::vector<void*> Pointers(const std::vector<int>& which, const Buffers& buffer
   return pointers;
 }
 
-bool TuningEnabled() {
+// What each choice may take, of a plan for a graph or of a route for an op; 0 for no tuning at all.
+// A forward and backward pass has about fifteen of them.
+double SecondsPerChoice() {
   const char* value = std::getenv("JAX_SWIGLU_TUNING");
-  return value == nullptr || std::strcmp(value, "0") != 0;
+  constexpr double kDefault = 0.5;
+  if (value == nullptr) return kDefault;
+  char* end = nullptr;
+  const double seconds = std::strtod(value, &end);
+  return end != value && *end == '\0' && seconds >= 0 ? seconds : kDefault;
 }
 
-// Tells about plan selection on stderr, where JAX_SWIGLU_LOG asks for it.
+// JAX_SWIGLU_LOG: 0 is silent, 1 tells what is tried; progress is told by default.
+int LogLevel() {
+  const char* value = std::getenv("JAX_SWIGLU_LOG");
+  if (value == nullptr) return 0;
+  return std::strcmp(value, "0") == 0 ? -1 : 1;
+}
+
+template <typename... Args>
+void Print(const char* format, Args... args) {
+  std::fprintf(stderr, (std::string("jax_swiglu: ") + format + "\n").c_str(), args...);
+}
+
 template <typename... Args>
 void Log(const char* format, Args... args) {
-  const char* value = std::getenv("JAX_SWIGLU_LOG");
-  if (value == nullptr || std::strcmp(value, "0") == 0) return;
-  std::fprintf(stderr, (std::string("jax_swiglu: ") + format + "\n").c_str(), args...);
+  if (LogLevel() > 0) Print(format, args...);
 }
 
 class Stopwatch {
@@ -90,13 +105,13 @@ struct NoPrivateMemory : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Device memory that stands in for the buffers of an op while its plans are timed. Holds random
-// values: on constant ones the GPU needs less power and runs faster than it ever will. Small
-// problems get several sets, used in turn, since in a model the weights of the other layers have
-// passed through the L2 cache before these are needed again.
+// Device memory that stands in for the buffers of an op while its plans are tried. For timing it
+// holds random values: on constant ones the GPU needs less power and runs faster than it ever will.
+// Small problems then get several sets, used in turn, since in a model the weights of the other
+// layers have passed through the L2 cache before these are needed again.
 class PrivateBuffers {
  public:
-  explicit PrivateBuffers(const Problem& problem) {
+  PrivateBuffers(const Problem& problem, bool for_timing) {
     std::array<int64_t, kScratch + 1> bytes{};
     std::array<DType, kScratch + 1> dtypes{};
     for (const RouteSpec& route : Routes(problem)) {
@@ -112,7 +127,7 @@ class PrivateBuffers {
     int64_t set_bytes = 0;
     for (int64_t b : bytes) set_bytes += b;
     constexpr int64_t kBeyondL2 = int64_t{256} << 20;
-    const int64_t sets = std::clamp<int64_t>(kBeyondL2 / set_bytes, 1, 8);
+    const int64_t sets = for_timing ? std::clamp<int64_t>(kBeyondL2 / set_bytes, 1, 8) : 1;
     const int64_t total = sets * set_bytes + kPlanWorkspaceBytes;
 
     size_t free_bytes = 0, all_bytes = 0;
@@ -123,7 +138,8 @@ class PrivateBuffers {
         Driver().mem_alloc(&memory_, total) != CUDA_SUCCESS) {
       memory_ = 0;
       throw NoPrivateMemory("timing plans needs " + std::to_string(total >> 20) +
-                            " MiB of device memory outside of XLA's pool");
+                            " MiB of device memory outside of XLA's pool; lower "
+                            "XLA_PYTHON_CLIENT_MEM_FRACTION to leave room");
     }
     CUdeviceptr next = memory_;
     workspace_ = reinterpret_cast<void*>(next);
@@ -133,7 +149,7 @@ class PrivateBuffers {
       for (size_t i = 0; i < bytes.size(); ++i) {
         if (bytes[i] == 0) continue;
         set[i] = reinterpret_cast<void*>(next);
-        FillRandom(next, bytes[i], dtypes[i]);
+        if (for_timing) FillRandom(next, bytes[i], dtypes[i]);
         next += bytes[i];
       }
       sets_.push_back(set);
@@ -240,17 +256,25 @@ class Store {
       }
     }
     // Plans for odd pointers are rare and need not be fast.
-    if (alignment == kFullAlignment && TuningEnabled() && colon == std::string::npos) {
-      try {
-        return Tune(problem, routes, device);
-      } catch (const NoPrivateMemory& e) {
-        static std::once_flag once;
-        std::call_once(once, [&] {
-          std::fprintf(stderr,
-                       "jax_swiglu: %s; using untuned plans. Lower XLA_PYTHON_CLIENT_MEM_FRACTION "
-                       "to leave room for tuning.\n",
-                       e.what());
-        });
+    if (alignment == kFullAlignment && colon == std::string::npos) {
+      const Gpu gpu = CurrentGpu();
+      const Machine machine{gpu.name, std::to_string(gpu.major) + "." + std::to_string(gpu.minor),
+                            CudnnVersion()};
+      const std::string key = problem.ToString() + (name.empty() ? "" : " route=" + name);
+      const std::shared_ptr<PlanCache> cache = ThePlanCache();
+      for (const Choice& choice : cache->Find(machine, key)) {
+        try {
+          return Rebuild(problem, routes, choice, device);
+        } catch (const std::exception& e) {
+          Log("%s: the choice from %s does not work: %s", key.c_str(), choice.source.c_str(),
+              e.what());
+        }
+      }
+      if (auto tuned = TuneIfPossible(problem, routes, device)) {
+        Choice choice{tuned->route, {}, tuned->seconds, ""};
+        for (const Step& step : tuned->steps) choice.engines.push_back(step.plan->name());
+        cache->Put(machine, key, choice);
+        return tuned;
       }
     }
     const RouteSpec& route = routes.back();
@@ -276,6 +300,17 @@ class Store {
     return BuildPlan(graph, configs[index], alignment, handle);
   }
 
+  static std::shared_ptr<Plan> ProposedPlan(const GraphSpec& graph, const std::string& name,
+                                            int device, CUstream stream) {
+    cudnnContext* handle = ThreadHandle(device, stream);
+    for (const PlanConfig& config : ProposePlans(graph, kFullAlignment, handle)) {
+      if (config.name == name && config.proposal >= 0) {
+        return BuildPlan(graph, config, kFullAlignment, handle);
+      }
+    }
+    throw std::runtime_error("no plan " + name);
+  }
+
   // The heuristics' first plan that can be built.
   std::shared_ptr<Plan> FirstPlan(const GraphSpec& graph, int64_t alignment, int device,
                                   CUstream stream) {
@@ -294,41 +329,6 @@ class Store {
     throw std::runtime_error(error);
   }
 
-  std::shared_ptr<PreparedRoute> Tune(const Problem& problem, const std::vector<RouteSpec>& routes,
-                                      int device) {
-    const Stopwatch time;
-    const Stream stream;
-    const PrivateBuffers memory(problem);
-    TuneGraphs(routes, memory, device, stream.get());
-
-    std::vector<std::shared_ptr<PreparedRoute>> candidates;
-    for (const RouteSpec& route : routes) {
-      auto candidate = std::make_shared<PreparedRoute>();
-      candidate->route = route.name;
-      candidate->tuned = true;
-      for (const GraphSpec& graph : route.graphs) {
-        const auto plan = plans_.find({device, graph.Key(), kFullAlignment, true});
-        if (plan == plans_.end()) break;
-        candidate->steps.push_back({plan->second, BuffersInMemory(graph)});
-      }
-      if (candidate->steps.size() == route.graphs.size()) candidates.push_back(candidate);
-    }
-    const Fastest fastest = PickFastest(
-        static_cast<int>(candidates.size()),
-        [&](int i, int repeats) {
-          const double seconds =
-              TimeSteps(candidates[i]->steps, memory, repeats, device, stream.get());
-          Log("  route %s, %d runs: %.1f us", candidates[i]->route.c_str(), repeats, seconds * 1e6);
-          return seconds;
-        },
-        /*budget_seconds=*/2);
-    if (fastest.candidate < 0) throw std::runtime_error("cuDNN has no working plan for this");
-    candidates[fastest.candidate]->seconds = fastest.seconds;
-    Log("%s: route %s at %.1f us, chosen in %.2f s", problem.ToString().c_str(),
-        candidates[fastest.candidate]->route.c_str(), fastest.seconds * 1e6, time.seconds());
-    return candidates[fastest.candidate];
-  }
-
   // One candidate plan for a graph.
   struct Candidate {
     const GraphSpec* graph;
@@ -336,61 +336,175 @@ class Store {
     std::shared_ptr<Plan> plan;  // null where it cannot be built
   };
 
-  // Finds the fastest plan for each graph of the routes that has none yet.
-  void TuneGraphs(const std::vector<RouteSpec>& routes, const PrivateBuffers& memory, int device,
-                  CUstream stream) {
-    std::map<std::string, const GraphSpec*> graphs;
-    for (const RouteSpec& route : routes) {
-      for (const GraphSpec& graph : route.graphs) {
-        const std::string key = graph.Key();
-        if (plans_.count({device, key, kFullAlignment, true}) == 0) graphs[key] = &graph;
-      }
-    }
+  // The route and plans of a choice that was made before. Throws std::exception where they cannot
+  // be had or do not run.
+  std::shared_ptr<PreparedRoute> Rebuild(const Problem& problem,
+                                         const std::vector<RouteSpec>& routes, const Choice& choice,
+                                         int device) {
+    const auto route = std::find_if(routes.begin(), routes.end(), [&](const RouteSpec& r) {
+      return r.name == choice.route && r.graphs.size() == choice.engines.size();
+    });
+    if (route == routes.end()) throw std::runtime_error("no such route");
+    const Stream stream;
     std::vector<Candidate> candidates;
-    for (const auto& [key, graph] : graphs) {
-      try {
-        for (PlanConfig& config :
-             ProposePlans(*graph, kFullAlignment, ThreadHandle(device, stream))) {
-          candidates.push_back({graph, std::move(config), nullptr});
-        }
-      } catch (const std::exception& e) {
-        Log("no plans for a graph of %zu nodes: %s", graph->nodes.size(), e.what());
+    for (size_t i = 0; i < route->graphs.size(); ++i) {
+      candidates.push_back({&route->graphs[i], {-1, choice.engines[i]}, nullptr});
+      const auto known = plans_.find({device, route->graphs[i].Key(), kFullAlignment, true});
+      if (known != plans_.end() && known->second->name() == choice.engines[i]) {
+        candidates.back().plan = known->second;
       }
     }
-    BuildAll(candidates, device, stream);
+    BuildAll(candidates, std::numeric_limits<double>::infinity(), device, stream.get());
 
-    for (const auto& [key, graph] : graphs) {
-      std::vector<std::shared_ptr<Plan>> plans;
-      for (const Candidate& c : candidates) {
-        if (c.graph == graph && c.plan != nullptr) plans.push_back(c.plan);
-      }
-      const std::vector<int> buffers = BuffersInMemory(*graph);
-      const Fastest fastest = PickFastest(
-          static_cast<int>(plans.size()),
-          [&](int i, int repeats) {
-            const double seconds =
-                TimeSteps({{plans[i], buffers}}, memory, repeats, device, stream);
-            Log("  %zu nodes, %s, %d runs: %.1f us", graph->nodes.size(), plans[i]->name().c_str(),
-                repeats, seconds * 1e6);
-            return seconds;
-          },
-          /*budget_seconds=*/2);
-      if (fastest.candidate < 0) continue;
-      plans_[{device, key, kFullAlignment, true}] = plans[fastest.candidate];
+    auto prepared = std::make_shared<PreparedRoute>();
+    prepared->route = choice.route;
+    prepared->source = choice.source;
+    prepared->seconds = choice.seconds;
+    for (Candidate& c : candidates) {
+      // A knob that the frontend does not know can only be had from the heuristics.
+      if (c.plan == nullptr) c.plan = ProposedPlan(*c.graph, c.config.name, device, stream.get());
+      prepared->steps.push_back({c.plan, BuffersInMemory(*c.graph)});
+    }
+    // A trial, which also loads the kernels before a CUDA graph is captured.
+    try {
+      const PrivateBuffers memory(problem, /*for_timing=*/false);
+      TimeSteps(prepared->steps, memory, 1, device, stream.get());
+    } catch (const NoPrivateMemory&) {
+    }
+    for (const Candidate& c : candidates) {
+      plans_.emplace(PlanKey{device, c.graph->Key(), kFullAlignment, true}, c.plan);
+    }
+    return prepared;
+  }
+
+  // The fastest of the routes; null where tuning is off, fails, or finds none that works.
+  std::shared_ptr<PreparedRoute> TuneIfPossible(const Problem& problem,
+                                                const std::vector<RouteSpec>& routes, int device) {
+    const double seconds_per_choice = SecondsPerChoice();
+    if (seconds_per_choice == 0) return nullptr;
+    try {
+      return Tune(problem, routes, seconds_per_choice, device);
+    } catch (const std::exception& e) {
+      static std::once_flag once;
+      std::call_once(once, [&] { Print("%s; using untuned plans", e.what()); });
+      return nullptr;
     }
   }
 
-  // Compiles the candidates on several threads. Stops taking up new ones when the time is over.
-  static void BuildAll(std::vector<Candidate>& candidates, int device, CUstream stream) {
-    constexpr double kBudgetSeconds = 10;
+  std::shared_ptr<PreparedRoute> Tune(const Problem& problem, const std::vector<RouteSpec>& routes,
+                                      double seconds_per_choice, int device) {
+    const Stopwatch time;
+    const Stream stream;
+    const PrivateBuffers memory(problem, /*for_timing=*/true);
+
+    // The distinct graphs of the routes. Those that have a plan already, from other routes or ops,
+    // keep it.
+    OpTask task;
+    std::vector<const GraphSpec*> graphs;
+    std::vector<std::vector<Candidate>> candidates;
+    std::map<std::string, int> index;
+    double budget = routes.size() > 1 ? seconds_per_choice : 0;
+    for (const RouteSpec& route : routes) {
+      task.routes.emplace_back();
+      for (const GraphSpec& graph : route.graphs) {
+        const auto [it, is_new] = index.try_emplace(graph.Key(), static_cast<int>(graphs.size()));
+        task.routes.back().push_back(it->second);
+        if (!is_new) continue;
+        graphs.push_back(&graph);
+        candidates.push_back(Candidates(graph, device, stream.get()));
+        task.proposals.push_back(static_cast<int>(candidates.back().size()));
+        if (candidates.back().empty() || candidates.back()[0].plan == nullptr) {
+          budget += seconds_per_choice;
+        }
+      }
+    }
+    constexpr double kPatience = 2;
+    if (tuning_seconds_ + budget > kPatience && LogLevel() >= 0) {
+      Print("choosing cuDNN plans for %s, up to %.1f s (JAX_SWIGLU_LOG=0 silences this)",
+            problem.ToString().c_str(), budget);
+    }
+
+    const auto candidate = [&](PlanId id) -> Candidate& { return candidates[id.first][id.second]; };
+    const auto step = [&](PlanId id) -> Step {
+      return {candidate(id).plan, BuffersInMemory(*graphs[id.first])};
+    };
+    const auto steps = [&](int route, const std::vector<int>& plans) {
+      std::vector<Step> all;
+      for (int graph : task.routes[route]) all.push_back(step({graph, plans[graph]}));
+      return all;
+    };
+    task.build = [&](const std::vector<PlanId>& order, double seconds) {
+      std::vector<Candidate> ordered;
+      for (PlanId id : order) ordered.push_back(candidate(id));
+      BuildAll(ordered, seconds, device, stream.get());
+      std::vector<bool> built;
+      for (size_t i = 0; i < order.size(); ++i) {
+        candidate(order[i]).plan = ordered[i].plan;
+        built.push_back(ordered[i].plan != nullptr);
+      }
+      return built;
+    };
+    task.time_plan = [&](PlanId id, int repeats) {
+      const double seconds = TimeSteps({step(id)}, memory, repeats, device, stream.get());
+      Log("  %zu nodes, %s, %d runs: %.1f us", graphs[id.first]->nodes.size(),
+          candidate(id).config.name.c_str(), repeats, seconds * 1e6);
+      return seconds;
+    };
+    task.time_route = [&](int route, const std::vector<int>& plans, int repeats) {
+      const double seconds = TimeSteps(steps(route, plans), memory, repeats, device, stream.get());
+      Log("  route %s, %d runs: %.1f us", routes[route].name.c_str(), repeats, seconds * 1e6);
+      return seconds;
+    };
+    const OpChoice choice = TuneOp(task, budget);
+    tuning_seconds_ += time.seconds();
+
+    for (size_t g = 0; g < graphs.size(); ++g) {
+      if (choice.plans[g] < 0) continue;
+      plans_.emplace(PlanKey{device, graphs[g]->Key(), kFullAlignment, true},
+                     candidates[g][choice.plans[g]].plan);
+    }
+    if (choice.route < 0) {
+      Log("%s: no candidate works", problem.ToString().c_str());
+      return nullptr;
+    }
+    auto tuned = std::make_shared<PreparedRoute>();
+    tuned->route = routes[choice.route].name;
+    tuned->source = "tuned";
+    tuned->seconds = choice.seconds;
+    tuned->steps = steps(choice.route, choice.plans);
+    Log("%s: route %s at %.1f us, chosen in %.2f s", problem.ToString().c_str(),
+        tuned->route.c_str(), choice.seconds * 1e6, time.seconds());
+    return tuned;
+  }
+
+  // The plan that the graph has, or else what cuDNN proposes.
+  std::vector<Candidate> Candidates(const GraphSpec& graph, int device, CUstream stream) {
+    const auto known = plans_.find({device, graph.Key(), kFullAlignment, true});
+    if (known != plans_.end()) return {{&graph, {-1, known->second->name()}, known->second}};
+    std::vector<Candidate> candidates;
+    try {
+      for (PlanConfig& config : ProposePlans(graph, kFullAlignment, ThreadHandle(device, stream))) {
+        candidates.push_back({&graph, std::move(config), nullptr});
+      }
+    } catch (const std::exception& e) {
+      Log("no plans for a graph of %zu nodes: %s", graph.nodes.size(), e.what());
+    }
+    return candidates;
+  }
+
+  // Compiles the candidates that have no plan yet, on several threads. Takes up no new ones after
+  // `seconds`.
+  static void BuildAll(std::vector<Candidate>& candidates, double seconds, int device,
+                       CUstream stream) {
     const Stopwatch time;
     std::atomic<size_t> next{0};
     const auto work = [&] {
       try {
         const ScopedContext context(stream);
         cudnnContext* handle = ThreadHandle(device, stream);
-        for (size_t i; (i = next++) < candidates.size() && time.seconds() < kBudgetSeconds;) {
+        for (size_t i; (i = next++) < candidates.size() && time.seconds() < seconds;) {
           Candidate& c = candidates[i];
+          if (c.plan != nullptr) continue;
           try {
             c.plan = BuildPlan(*c.graph, c.config, kFullAlignment, handle);
           } catch (const std::exception& e) {
@@ -412,6 +526,7 @@ class Store {
 
   std::mutex prepare_mutex_;
   std::map<PlanKey, std::shared_ptr<Plan>> plans_;  // guarded by prepare_mutex_
+  double tuning_seconds_ = 0;                       // likewise: spent on tuning so far
 
   std::mutex routes_mutex_;
   std::map<RouteKey, std::shared_ptr<const PreparedRoute>> routes_;
@@ -424,7 +539,25 @@ Store& TheStore() {
   return store;
 }
 
+std::mutex cache_mutex;
+
+std::shared_ptr<PlanCache>& CacheInUse() {
+  static std::shared_ptr<PlanCache>& cache =
+      *new std::shared_ptr<PlanCache>(std::make_shared<PlanCache>("", ""));
+  return cache;
+}
+
 }  // namespace
+
+void SetPlanFolders(const std::string& folder, const std::string& shipped) {
+  const std::lock_guard<std::mutex> lock(cache_mutex);
+  CacheInUse() = std::make_shared<PlanCache>(folder, shipped);
+}
+
+std::shared_ptr<PlanCache> ThePlanCache() {
+  const std::lock_guard<std::mutex> lock(cache_mutex);
+  return CacheInUse();
+}
 
 void PreparedRoute::Execute(const Buffers& buffers, void* plan_workspace, CUstream stream) const {
   cudnnContext* handle = ThreadHandle(device, stream);

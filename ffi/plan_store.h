@@ -1,5 +1,5 @@
-// Chooses, for each problem on each device, the route and the plans that run it, and keeps the
-// choice for the life of the process.
+// Chooses, for each problem on each device, the route and the plans that run it, and keeps them for
+// the life of the process. Known choices (plan_cache.h) are taken before any are made.
 
 #ifndef JAX_SWIGLU_PLAN_STORE_H_
 #define JAX_SWIGLU_PLAN_STORE_H_
@@ -14,6 +14,7 @@
 
 #include "cudnn_graph.h"
 #include "graph_spec.h"
+#include "plan_cache.h"
 
 namespace jax_swiglu {
 
@@ -27,8 +28,8 @@ struct PreparedRoute {
   std::string problem, route;
   int device = 0;
   int64_t alignment = kFullAlignment;
-  bool tuned = false;  // false: the heuristics' first plan
-  double seconds = 0;  // of one run, as tuned; 0 where it was not
+  std::string source = "heuristics";  // their first plan; "tuned" here, or else Choice::source
+  double seconds = 0;                 // of one run, as timed; 0 from the heuristics
   std::vector<Step> steps;
   mutable std::atomic<int64_t> executions{0};  // by the handler, replays of CUDA graphs not counted
 
@@ -36,13 +37,20 @@ struct PreparedRoute {
   void Execute(const Buffers& buffers, void* plan_workspace, CUstream stream) const;
 };
 
-// The route for `problem` on `device`, prepared if it is not yet: candidates are compiled, and
-// timed on private memory on a stream of their own; the buffers of the run are not touched. `route`
+// The route for `problem` on `device`, prepared if it is not yet: as a known choice says, or else
+// candidates are compiled, and timed on private memory on a stream of their own; the buffers of the
+// run are not touched. `route`
 // is empty for the fastest, or the name of a route, or "name:i" for the i-th plan that cuDNN's
 // heuristics propose for the last graph of a route. `stream` is the run's. Throws
 // std::runtime_error, std::invalid_argument where there is no such route or plan.
 std::shared_ptr<const PreparedRoute> Prepare(const Problem& problem, const std::string& route,
                                              int64_t alignment, int device, CUstream stream);
+
+// Where choices are kept (see PlanCache). Until it is called they are kept in memory alone.
+void SetPlanFolders(const std::string& folder, const std::string& shipped);
+
+// The choices that Prepare uses.
+std::shared_ptr<PlanCache> ThePlanCache();
 
 // Everything prepared so far, oldest first.
 std::vector<std::shared_ptr<const PreparedRoute>> PreparedRoutes();

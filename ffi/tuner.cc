@@ -19,10 +19,13 @@ struct Entry {
 
 }  // namespace
 
-Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds) {
-  using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now();
-  const auto spent = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
+double SteadySeconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds, const Clock& clock) {
+  const double start = clock();
+  const auto spent = [&] { return clock() - start; };
 
   // A short look at each. The first proposals are the likely ones, so a budget that ends here has
   // seen them. A single run may well seem twice as slow as it is, when the GPU was idle before.
@@ -70,11 +73,16 @@ Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds) {
   // Long kernels are limited by power, and some need more of it than others: under continuous load
   // their clocks go lower. Those times scatter by some percent, so they only rule candidates out.
   keep_best(3, 1.05);
-  constexpr double kLongKernelSeconds = 1e-4, kLoadSeconds = 0.04, kThirsty = 1.03;
+  constexpr double kLongKernelSeconds = 1e-4, kThirsty = 1.03;
+  constexpr double kLoadSeconds = 0.04, kLeastLoadSeconds = 0.02;
   constexpr int kLoads = 3;
-  if (entries.size() > 1 && entries.front().best > kLongKernelSeconds) {
+  // Each entry runs twice in a turn, once to settle.
+  const double load_seconds =
+      std::min(kLoadSeconds, (budget_seconds - spent()) / (2.0 * kLoads * entries.size()));
+  if (entries.size() > 1 && entries.front().best > kLongKernelSeconds &&
+      load_seconds >= kLeastLoadSeconds) {
     for (int turn = 0; turn < kLoads && (turn == 0 || spent() < budget_seconds); ++turn) {
-      measure(kLoadSeconds, [&](Entry& e, int runs, double) {  // the first half settles the clocks
+      measure(load_seconds, [&](Entry& e, int runs, double) {
         e.loaded = std::min(e.loaded, timer(e.candidate, runs));
       });
     }

@@ -11,6 +11,10 @@ namespace jax_swiglu {
 // std::exception where the candidate does not work.
 using Timer = std::function<double(int candidate, int repeats)>;
 
+// The time in seconds since some moment.
+using Clock = std::function<double()>;
+double SteadySeconds();
+
 struct Fastest {
   int candidate = -1;  // -1: none works
   double seconds = 0;
@@ -19,8 +23,10 @@ struct Fastest {
 // Every candidate gets a short look, and those far from the best are dropped at once. The rest are
 // timed in many short turns; those that are still close, and long enough to be limited by power,
 // must also keep up under continuous load. Of candidates within 1 % the first is taken.
-// `budget_seconds` bounds the work roughly: no measurement is begun after it.
-Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds);
+// `budget_seconds` bounds the work roughly: half of it goes to the first look, and load is as long
+// as the rest allows.
+Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds,
+                    const Clock& clock = SteadySeconds);
 
 }  // namespace jax_swiglu
 

@@ -26,7 +26,9 @@ class Stage:
 class Explanation:
     """What `explain` returns: `str()` gives words, the fields give data.
 
-    `plans` lists the routes and cuDNN engines chosen so far in this process, for all calls.
+    `plans` lists the routes and cuDNN engines chosen so far in this process, for all calls, and
+    where each choice came from: "tuned" here and now, "memory" (tuned for another GPU of this
+    process), "disk", "shipped", or the "heuristics" of cuDNN.
     """
 
     platform: str
@@ -51,11 +53,13 @@ class Explanation:
 
 def format_plan(plan: dict[str, Any]) -> str:
     """One line for one entry of `_ffi.prepared()`."""
-    time = f"{plan['seconds'] * 1e6:.1f} us" if plan["tuned"] else "not tuned"
+    source = plan["source"]
+    tuned = f"{plan['seconds'] * 1e6:.1f} us ({source})"
     kernels = len(plan["engines"])
     return (
         f"{plan['problem']}: route {plan['route']}, {kernels} "
-        f"launch{'es' if kernels > 1 else ''} [{', '.join(plan['engines'])}], {time}"
+        f"launch{'es' if kernels > 1 else ''} [{', '.join(plan['engines'])}], "
+        f"{'not tuned' if source == 'heuristics' else tuned}"
     )
 
 

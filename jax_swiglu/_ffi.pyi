@@ -26,5 +26,38 @@ def pick_fastest(
 ) -> tuple[int, float]:
     """The tuner: (candidate, seconds) of the fastest; timer(candidate, repeats) gives seconds."""
 
+def tune_op(
+    proposals: Sequence[int],
+    routes: Sequence[Sequence[int]],
+    build: Callable[[list[tuple[int, int]], float], list[bool]],
+    time_plan: Callable[[tuple[int, int], int], float],
+    time_route: Callable[[int, list[int], int], float],
+    budget_seconds: float,
+    clock: Callable[[], float],
+) -> tuple[int, list[int], float]:
+    """(route, plan of each graph, seconds): the choice for an op within a budget."""
+
+PLAN_SCHEMA: int
+
+def set_plan_folders(folder: str, shipped: str) -> None:
+    """Where chosen plans are kept, and where tables of them are; "" for none."""
+
+def find_plans(gpu: str, compute_capability: str, cudnn: int, key: str) -> list[dict[str, Any]]:
+    """The choices known for a problem, the preferred one first."""
+
+def put_plan(
+    gpu: str,
+    compute_capability: str,
+    cudnn: int,
+    key: str,
+    route: str,
+    engines: Sequence[str],
+    seconds: float,
+) -> None:
+    """Keeps a choice."""
+
+def parse_engine(name: str) -> tuple[int, list[tuple[int, int]]]:
+    """(engine, [(knob type, value)]) of cuDNN's name of a plan."""
+
 def prepared() -> list[dict[str, Any]]:
     """Routes and plans chosen so far in this process."""

@@ -309,17 +309,17 @@ def test_explanation_is_immutable():
 
 
 @pytest.mark.parametrize(
-    ("tuned", "seconds", "engines", "words"),
+    ("source", "seconds", "engines", "words"),
     [
-        (True, 1.234e-4, ["eng4_k24=46"], "route dual, 1 launch [eng4_k24=46], 123.4 us"),
-        (False, 0.0, ["eng0", "eng1"], "route dual, 2 launches [eng0, eng1], not tuned"),
+        ("disk", 1.234e-4, ["eng4_k24=46"], "route dual, 1 launch [eng4_k24=46], 123.4 us (disk)"),
+        ("heuristics", 0.0, ["eng0", "eng1"], "route dual, 2 launches [eng0, eng1], not tuned"),
     ],
 )
-def test_words_for_a_plan(tuned, seconds, engines, words):
+def test_words_for_a_plan(source, seconds, engines, words):
     plan = {
         "problem": "glu_fwd batch=1 m=4",
         "route": "dual",
-        "tuned": tuned,
+        "source": source,
         "seconds": seconds,
         "engines": engines,
     }
