@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jax_swiglu import _ffi
+from jax_swiglu import _ffi, _plans
 
 # Custom-call names, for `jax.export.DisabledSafetyCheck.custom_call`.
 CUSTOM_CALL_NAMES = tuple(_ffi.registrations())
@@ -22,6 +22,7 @@ _SONAME = "libcudnn.so.9"
 def register() -> None:
     """Registers all handlers; needs neither a GPU nor cuDNN."""
     _ffi.set_cudnn_candidates(cudnn_candidates())
+    _ffi.set_plan_folders(os.fspath(_plans.cache_folder() or ""), os.fspath(_plans.SHIPPED))
     jax.ffi.register_ffi_type("jax_swiglu_call_site", _ffi.call_site_type(), platform="CUDA")
     for name, platforms in _ffi.registrations().items():
         for platform, handlers in platforms.items():

@@ -14,6 +14,9 @@ if "device_count" not in os.environ.get("XLA_FLAGS", ""):
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     )
 
+# Tests neither read nor leave plans in the user's cache.
+os.environ["JAX_SWIGLU_CACHE_DIR"] = ""
+
 import jax
 import pytest
 
