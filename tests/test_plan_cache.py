@@ -276,3 +276,45 @@ def test_path(folder, capsys, monkeypatch):
 def test_warm_needs_a_gpu():
     with pytest.raises(SystemExit, match="NVIDIA GPU only"):
         __main__.main(["plans", "warm", "--hidden", "64", "--intermediate", "64", "--rows", "1,2"])
+
+
+# The script that makes tables to ship.
+
+
+@pytest.fixture
+def tune(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    from benchmarks import tune
+
+    return tune
+
+
+def test_a_table_is_made_of_files_and_found(folder, tune):
+    put()
+    put(OTHER, key="another")
+    put(OTHER, machine=("NVIDIA A100", "8.0", 91900))
+    machine = dict(zip(("gpu", "compute_capability", "cudnn"), MACHINE, strict=True))
+    path = _plans.SHIPPED / "h200.json"
+    shapes = {tune.Case(4096, 14336, 16)}
+    assert tune.tuned_before(path) == set()
+    tune.write(tune.merge(machine, folder.glob("*/*.json")), shapes, path)
+    assert tune.tuned_before(path) == shapes
+    assert len(path.read_text().splitlines()) == 2 + 2  # one for each problem
+    assert tune.merge(machine, [path]) == {
+        "schema": _ffi.PLAN_SCHEMA,
+        **machine,
+        "plans": {"another": OTHER, KEY: CHOICE},
+    }
+    restart("")
+    assert find() == {"shipped": CHOICE}
+    assert find(key="another") == {"shipped": OTHER}
+    assert list(_plans.SHIPPED.iterdir()) == [path]
+
+
+def test_what_is_tuned_first(tune):
+    cases = list(tune.cases())
+    assert len(set(cases)) == len(cases) == len(tune.SIZES) * 15
+    assert {case.rows for case in cases} == {2**i for i in range(15)}
+    first = cases[: 6 * tune.BENCHMARKED]
+    assert {(5120, 17408), (4096, 14336), (896, 4864)} <= {case[:2] for case in first}
+    assert {16, 2048, 8192} <= {case.rows for case in first}
