@@ -10,11 +10,12 @@ from types import ModuleType
 
 from jax_swiglu import _load
 from jax_swiglu._api import swiglu, swiglu_mlp
+from jax_swiglu._config import RESIDUAL_NAMES
 from jax_swiglu._explain import Explanation, Stage, explain
 
 __version__ = "0.1.0"
 
-__all__ = ["Explanation", "Stage", "explain", "swiglu", "swiglu_mlp"]
+__all__ = ["RESIDUAL_NAMES", "Explanation", "Stage", "explain", "swiglu", "swiglu_mlp"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -13,6 +13,8 @@ Implementation = Literal["cudnn", "xla", "host"]
 
 WEIGHT_LAYOUTS = ("in_out", "out_in")
 RESIDUALS = ("gate_up", "full", "input")
+# What `jax.checkpoint` policies know gate, up and h by.
+RESIDUAL_NAMES = ("swiglu_gate", "swiglu_up", "swiglu_h")
 IMPLEMENTATIONS = ("cudnn", "xla", "host")
 
 # What the cuDNN graphs are built for, and what the CPU evaluator can also do.
@@ -34,6 +36,7 @@ class Config:
     implementation: Literal["cudnn", "host"] | None = None
     # The caller's default matmul precision where XLA runs; cuDNN has one precision per dtype.
     precision: str | None = None
+    residual_names: tuple[str, str, str] = RESIDUAL_NAMES  # of gate, up and h
     glu_fwd_route: str = ""
     glu_bwd_route: str = ""
     matmul_route: str = ""

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding
 
@@ -63,6 +64,16 @@ def _glu_fwd(
     )
     cast = (a.astype(config.dtype) for a in (x, w_gate, w_up))
     return glu_fwd_p.bind(*cast, params=params)
+
+
+def _named_glu_fwd(
+    config: Config, x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *, save: bool
+) -> tuple[jax.Array, list[jax.Array]]:
+    """h, and gate and up if they are saved, with the names that `jax.checkpoint` policies see."""
+    gate_name, up_name, h_name = config.residual_names
+    values = _glu_fwd(config, x, w_gate, w_up, save=save)
+    h, *gate_up = map(checkpoint_name, values, (h_name, gate_name, up_name))
+    return h, gate_up
 
 
 def _matmul(
@@ -144,7 +155,7 @@ def swiglu(config: Config, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> 
 def _swiglu_fwd(config: Config, x: Any, w_gate: Any, w_up: Any) -> tuple[jax.Array, Any]:
     wanted = _wanted(x, w_gate, w_up)
     save = wanted.inner and config.residuals != "input"
-    h, *gate_up = _glu_fwd(config, x.value, w_gate.value, w_up.value, save=save)
+    h, gate_up = _named_glu_fwd(config, x.value, w_gate.value, w_up.value, save=save)
     return h, (wanted, *_saved_inputs(config, wanted, x, w_gate, w_up), gate_up)
 
 
@@ -195,7 +206,7 @@ def _swiglu_mlp_fwd(
 ) -> tuple[jax.Array, Any]:
     wanted = _wanted(x, w_gate, w_up, w_down)
     save = wanted.inner and config.residuals != "input"
-    h, *gate_up = _glu_fwd(config, x.value, w_gate.value, w_up.value, save=save)
+    h, gate_up = _named_glu_fwd(config, x.value, w_gate.value, w_up.value, save=save)
     # The backward pass gets h from the epilogue of its first GEMM, unless that GEMM is not needed.
     keep_h = wanted.w_down is not None and (config.residuals == "full" or not wanted.inner)
     residuals = (
@@ -240,8 +251,19 @@ swiglu_mlp.defvjp(_swiglu_mlp_fwd, _swiglu_mlp_bwd, symbolic_zeros=True)
 
 def swiglu_xla(config: Config, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
     x, w_gate, w_up = (a.astype(config.dtype) for a in (x, w_gate, w_up))
-    params = op_params(config, "", rhs_transposed=config.weight_layout == "out_in")
-    return _reference.glu_fwd(x, w_gate, w_up, params)[0]
+    gate, up = (
+        checkpoint_name(
+            _reference.dot(
+                x,
+                w,
+                rhs_transposed=config.weight_layout == "out_in",
+                precision=config.precision,
+            ),
+            name,
+        )
+        for w, name in zip((w_gate, w_up), config.residual_names[:2], strict=True)
+    )
+    return checkpoint_name(_reference.activation(gate, up), config.residual_names[2])
 
 
 def swiglu_mlp_xla(

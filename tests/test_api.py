@@ -24,7 +24,14 @@ functions = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__nam
 
 
 def test_public_names():
-    assert set(js.__all__) == {"Explanation", "Stage", "explain", "swiglu", "swiglu_mlp"}
+    assert set(js.__all__) == {
+        "RESIDUAL_NAMES",
+        "Explanation",
+        "Stage",
+        "explain",
+        "swiglu",
+        "swiglu_mlp",
+    }
     assert Path(js.__file__).with_name("py.typed").exists()
 
 
