@@ -1,6 +1,6 @@
 """The public functions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax_swiglu._config import (
     CUDNN_DTYPES,
     HOST_DTYPES,
     IMPLEMENTATIONS,
+    RESIDUAL_NAMES,
     RESIDUALS,
     WEIGHT_LAYOUTS,
     Config,
@@ -28,11 +29,16 @@ def configure(
     dtype: DTypeLike | None,
     residuals: Residuals,
     implementation: Implementation | None,
+    residual_names: Sequence[str] = RESIDUAL_NAMES,
 ) -> Config:
     """Checks all arguments of a call and gathers what is static about it."""
     check_choice("weight_layout", weight_layout, WEIGHT_LAYOUTS)
     check_choice("residuals", residuals, RESIDUALS)
     check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    if isinstance(residual_names, str) or [type(name) for name in residual_names] != [str] * 3:
+        raise ValueError(
+            f"residual_names must be three names, of gate, up and h; got {residual_names!r}"
+        )
     check_operands(weight_layout, operands)
     compute = computation_dtype(dtype, list(operands.values()))
     for name, dtypes in (("cudnn", CUDNN_DTYPES), ("host", HOST_DTYPES)):
@@ -49,6 +55,7 @@ def configure(
         residuals=residuals,
         implementation=None if implementation == "xla" else implementation,
         precision=settings.jax_default_matmul_precision,
+        residual_names=(residual_names[0], residual_names[1], residual_names[2]),
     )
 
 
@@ -86,6 +93,7 @@ def swiglu_mlp(
     weight_layout: WeightLayout = "in_out",
     dtype: DTypeLike | None = None,
     residuals: Residuals = "gate_up",
+    residual_names: Sequence[str] = RESIDUAL_NAMES,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """The SwiGLU-MLP of LLaMA-style language models.
@@ -112,6 +120,8 @@ def swiglu_mlp(
         `dtype=bfloat16` the weight gradients come from the float32 accumulators of their GEMMs.
       residuals: what the forward pass keeps for the backward pass beside its inputs. "gate_up":
         gate and up, 2·M·I elements. "full": also h. "input": nothing; gate and up are recomputed.
+      residual_names: what gate, up and h are called in policies of `jax.checkpoint`, such as
+        `jax.checkpoint_policies.save_only_these_names("swiglu_gate", "swiglu_up")`.
       implementation: None: cuDNN on CUDA where it applies, else XLA. "cudnn": cuDNN or an error.
         "xla": plain JAX, differentiated by JAX, so that all gradients pass through the computation
         dtype. "host": the custom calls of "cudnn", evaluated by plain C++ on the CPU; slow, for
@@ -135,7 +145,7 @@ def swiglu_mlp(
     Source: Noam Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202 (SwiGLU).
     """
     operands = _arrays(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
-    config = configure(operands, weight_layout, dtype, residuals, implementation)
+    config = configure(operands, weight_layout, dtype, residuals, implementation, residual_names)
     function = _vjp.swiglu_mlp_xla if implementation == "xla" else _vjp.swiglu_mlp
     return function(config, *_vary_alike(operands.values()))
 
@@ -148,6 +158,7 @@ def swiglu(
     weight_layout: WeightLayout = "in_out",
     dtype: DTypeLike | None = None,
     residuals: Residuals = "gate_up",
+    residual_names: Sequence[str] = RESIDUAL_NAMES,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """The gated half of the SwiGLU-MLP.
@@ -164,6 +175,7 @@ def swiglu(
       weight_layout: see `swiglu_mlp`.
       dtype: see `swiglu_mlp`.
       residuals: see `swiglu_mlp`.
+      residual_names: see `swiglu_mlp`.
       implementation: see `swiglu_mlp`.
 
     Returns:
@@ -175,6 +187,6 @@ def swiglu(
       (4, 16)
     """
     operands = _arrays(x=x, w_gate=w_gate, w_up=w_up)
-    config = configure(operands, weight_layout, dtype, residuals, implementation)
+    config = configure(operands, weight_layout, dtype, residuals, implementation, residual_names)
     function = _vjp.swiglu_xla if implementation == "xla" else _vjp.swiglu
     return function(config, *_vary_alike(operands.values()))

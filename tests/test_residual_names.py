@@ -91,3 +91,23 @@ def test_gated_half():
     for policy, count in ((names(GATE, UP), 2), (names("another"), 0)):
         _, pullback = jax.vjp(jax.checkpoint(js.swiglu, policy=policy), x, w_gate, w_up)
         assert sum(leaf.shape == (M, I) for leaf in jax.tree.leaves(pullback)) == count
+
+
+@implementations
+def test_names_of_ones_own(implementation):
+    """As a model has them whose policies are written already."""
+    inputs = draw(M, 24, I, 16, "bfloat16")
+    function = functools.partial(
+        js.swiglu_mlp,
+        residual_names=["mlpwi_0", "mlpwi_1", "mlph"],
+        implementation=implementation,
+    )
+    for policy, count in ((names("mlpwi_0", "mlpwi_1", "mlpwo"), 2), (names(GATE, UP), 0)):
+        assert saved(jax.checkpoint(function, policy=policy), inputs) == count
+
+
+@pytest.mark.parametrize("residual_names", ["guh", ("gate", "up"), ("gate", "up", 3)])
+def test_names_that_are_none(residual_names):
+    inputs = draw(M, 24, I, 16, "bfloat16")
+    with pytest.raises(ValueError, match="three names, of gate, up and h"):
+        js.swiglu_mlp(*inputs.operands, residual_names=residual_names)
