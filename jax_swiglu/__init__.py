@@ -2,7 +2,8 @@
 
     out = (silu(x @ w_gate) * (x @ w_up)) @ w_down
 
-See `swiglu_mlp`. The Flax layers are `jax_swiglu.nnx.SwiGLUMLP` and `jax_swiglu.linen.SwiGLUMLP`.
+See `swiglu_mlp`. The Flax layers are `jax_swiglu.nnx.SwiGLUMLP` and `jax_swiglu.linen.SwiGLUMLP`;
+`jax_swiglu.convert` loads and saves weights as checkpoints hold them.
 """
 
 import importlib
@@ -19,8 +20,8 @@ __all__ = ["RESIDUAL_NAMES", "Explanation", "Stage", "explain", "swiglu", "swigl
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports the Flax layers when they are asked for: Flax is optional."""
-    if name in ("linen", "nnx"):
+    """Imports what not everybody needs when it is asked for; Flax may not even be there."""
+    if name in ("convert", "linen", "nnx"):
         return importlib.import_module(f"jax_swiglu.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -251,16 +251,9 @@ swiglu_mlp.defvjp(_swiglu_mlp_fwd, _swiglu_mlp_bwd, symbolic_zeros=True)
 
 def swiglu_xla(config: Config, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
     x, w_gate, w_up = (a.astype(config.dtype) for a in (x, w_gate, w_up))
+    params = op_params(config, "", rhs_transposed=config.weight_layout == "out_in")
     gate, up = (
-        checkpoint_name(
-            _reference.dot(
-                x,
-                w,
-                rhs_transposed=config.weight_layout == "out_in",
-                precision=config.precision,
-            ),
-            name,
-        )
+        checkpoint_name(_reference.dot(x, w, params), name)
         for w, name in zip((w_gate, w_up), config.residual_names[:2], strict=True)
     )
     return checkpoint_name(_reference.activation(gate, up), config.residual_names[2])
