@@ -74,14 +74,15 @@ OpChoice TuneOp(const OpTask& task, double budget_seconds, const Clock& clock) {
     }
   }
 
-  // The reliable one first: where the time is over, nothing else is looked at.
+  // Where the time is over, the reliable one unseen.
   std::vector<int> routes;
-  for (int r = static_cast<int>(task.routes.size()) - 1; r >= 0; --r) {
+  for (int r = 0; r < static_cast<int>(task.routes.size()); ++r) {
     if (std::all_of(task.routes[r].begin(), task.routes[r].end(),
                     [&](int graph) { return choice.plans[graph] >= 0; })) {
       routes.push_back(r);
     }
   }
+  if (routes.size() > 1 && clock() >= end) routes = {routes.back()};
   const Fastest fastest = PickFastest(
       static_cast<int>(routes.size()),
       [&](int i, int repeats) { return task.time_route(routes[i], choice.plans, repeats); },

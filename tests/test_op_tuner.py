@@ -69,6 +69,13 @@ def test_the_fastest_plans_and_route():
     assert op.tune() == (RELIABLE, [1, 1, 1, 0], pytest.approx(3e-5))
 
 
+def test_of_equal_routes_the_one_with_fewer_kernels():
+    op = FakeOp([[3e-5], [1e-5], [2e-5], [1e-5]])
+    assert op.tune() == (0, [0, 0, 0, 0], pytest.approx(3e-5))
+    op = FakeOp([[4e-5], [1e-5], [2e-5], [1e-5]])
+    assert op.tune() == (1, [0, 0, 0, 0], pytest.approx(3e-5))
+
+
 def test_plans_that_fail_are_left_out():
     op = FakeOp([[0, None, 3e-5], [0, 1e-5], [None, None], [2e-5, None]])
     assert op.tune() == (0, [2, 1, -1, 0], pytest.approx(3e-5))
