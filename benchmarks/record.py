@@ -15,7 +15,12 @@ from benchmarks import accuracy, common, launches, speed
 from jax_swiglu import _ffi
 from jax_swiglu._explain import format_plan
 
-SECTIONS = {"launches": launches.run, "speed": speed.run, "accuracy": accuracy.run}
+SECTIONS = {
+    "launches": launches.run,
+    "speed": speed.run,
+    "mesh_of_one": speed.run_mesh,
+    "accuracy": accuracy.run,
+}
 
 
 def main() -> None:

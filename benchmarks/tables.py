@@ -23,10 +23,14 @@ def speed_table(record: dict[str, Any]) -> str:
             *(f"{e['ms'][peer]:.3f}" for peer in ("ours", "xla", "xla_no_triton")),
             f"{e['speedup_over_xla']:.2f}",
             f"{e['speedup_over_xla_no_triton']:.2f}",
+            f"{e['spread']:.1%}",
         )
         for e in record["speed"]
     ]
-    header = ("what", "M", "ours", "XLA", "XLA, no Triton GEMMs", "XLA / ours", "no Triton / ours")
+    header = (
+        *("what", "M", "ours", "XLA", "XLA, no Triton GEMMs"),
+        *("XLA / ours", "no Triton / ours", "XLA / XLA again"),
+    )
     return _table(header, rows)
 
 
@@ -36,10 +40,10 @@ def accuracy_table(record: dict[str, Any]) -> str:
     for e in record["accuracy"]:
         worst.setdefault((e["dtype"], e["routes"]), []).append(e["worst_ratio"])
     rows = [
-        (dtype, *routes.split("/"), str(len(ratios)), f"{max(ratios):.2f}")
+        (dtype, routes.replace("/", ", "), str(len(ratios)), f"{max(ratios):.2f}")
         for (dtype, routes), ratios in worst.items()
     ]
-    header = ("dtype", "glu_fwd route", "glu_bwd route", "cases", "largest error / XLA's error")
+    header = ("dtype", "routes of glu_fwd, glu_bwd", "cases", "largest error / XLA's error")
     return _table(header, rows)
 
 
@@ -52,7 +56,21 @@ def launches_table(record: dict[str, Any]) -> str:
     return _table(("call", "kernel", "launches per call"), rows)
 
 
-TABLES = {"speed": speed_table, "accuracy": accuracy_table, "launches": launches_table}
+def mesh_table(record: dict[str, Any]) -> str:
+    """Milliseconds of forward with backward."""
+    rows = [
+        (str(e["m"]), *(f"{e['ms'][where]:.3f}" for where in ("no_mesh", "mesh", "shard_map")))
+        for e in record["mesh_of_one"]
+    ]
+    return _table(("M", "no mesh", "mesh of one device", "shard_map over it"), rows)
+
+
+TABLES = {
+    "speed": speed_table,
+    "accuracy": accuracy_table,
+    "launches": launches_table,
+    "mesh_of_one": mesh_table,
+}
 
 if __name__ == "__main__":
     for make in TABLES.values():
