@@ -91,7 +91,7 @@ def write(table: dict[str, Any], shapes: Iterable[Case], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, required=True, help="begin no shape after this")
+    parser.add_argument("--minutes", type=float, default=30, help="begin no shape after this")
     parser.add_argument("--table", type=Path, help="default: the one shipped for this machine")
     parser.add_argument("--work", type=Path, help="folder of what is tuned, for several processes")
     parser.add_argument("--part", default="0/1", help="which part of the shapes: 0/2 is one half")

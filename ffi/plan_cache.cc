@@ -5,13 +5,15 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
-#include <cudnn_frontend/thirdparty/nlohmann/json.hpp>
 #include <filesystem>
 #include <fstream>
 #include <stdexcept>
 #include <system_error>
+
+#include "cudnn_frontend/thirdparty/nlohmann/json.hpp"  // needs nothing else of the frontend
 
 namespace jax_swiglu {
 namespace {

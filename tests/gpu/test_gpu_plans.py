@@ -26,9 +26,13 @@ print(json.dumps({"plans": plans, "sums": [float(abs(v).sum()) for v in values]}
 @pytest.fixture
 def run_step(run_python, tmp_path):
     def run():
-        environment = {**run_python.keywords["env"], "JAX_SWIGLU_CACHE_DIR": str(tmp_path)}
-        del environment["JAX_PLATFORMS"]
-        environment.pop("JAX_SWIGLU_TUNING", None)
+        environment = {
+            **run_python.keywords["env"],
+            "JAX_SWIGLU_CACHE_DIR": str(tmp_path),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # room for tuning beside this process
+        }
+        for name in ("JAX_PLATFORMS", "JAX_SWIGLU_TUNING"):
+            environment.pop(name, None)
         result = run_python([sys.executable, "-c", STEP], env=environment)
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout), result.stderr
