@@ -17,7 +17,7 @@ from jax._src import dispatch
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_swiglu._config import OpParams
 from jax_swiglu._dims import Dims, dims_of
@@ -46,7 +46,7 @@ def product_sharding(dims: Dims, lhs: Any, rhs: Any) -> NamedSharding:
 
 
 def is_explicit(sharding: NamedSharding) -> bool:
-    return any(kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types)
+    return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
 
 
 def explicit_sharding(x: jax.Array) -> NamedSharding | None:
@@ -168,8 +168,10 @@ def device_mesh(ctx: mlir.LoweringRuleContext) -> DeviceMesh | None:
     if isinstance(context, mlir.ShardingContext):
         mesh = context.abstract_mesh
         found = DeviceMesh.of({"": context.num_devices} if mesh is None else mesh.shape, ())
-    else:
-        found = DeviceMesh.of(context.mesh.shape, context.manual_axes)
+    else:  # inside `shard_map`; of one inside another, JAX 0.9 knows the inner axes only
+        lhs: Any = ctx.avals_in[0]
+        manual = context.manual_axes | {*lhs.sharding.mesh.manual_axes}
+        found = DeviceMesh.of(context.mesh.shape, manual)
     return found if found.seen.size > 1 else None
 
 
@@ -238,19 +240,14 @@ def _partition(
         where = {"scattered": tuple(scattered), "reduced": reduced}
         return (_device_sum_p.bind(out, *addend, shape=shape, **where),)
 
-    operand_shardings = [
+    operand_shardings = (
         # What has the shape of the result is split as it is.
         mesh.sharding(of, operand_split | summed if i < 2 else result_split)
         for i, of in enumerate(dims.operands)
-    ]
-    result_shardings = tuple(mesh.sharding(of, result_split) for of in dims.results)
-    # A compass stays where it is.
-    return (
-        mesh.whole,
-        compute,
-        result_shardings,
-        (*[c.sharding for c in compass], *operand_shardings),
     )
+    result_shardings = tuple(mesh.sharding(of, result_split) for of in dims.results)
+    operand_shardings = (*(c.sharding for c in compass), *operand_shardings)
+    return mesh.whole, compute, result_shardings, operand_shardings
 
 
 def _device_sum(
@@ -274,7 +271,7 @@ def _lower_device_sum(
 ) -> Sequence[Any]:
     # Under `jax.set_mesh` with explicit axes, JAX (0.9 to 0.12) would annotate what is computed
     # here with shardings, which XLA refuses inside the part of one device.
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(_mesh({})):
         summed = functools.partial(_device_sum, **params)
         return mlir.lower_fun(summed, multiple_results=False)(ctx, *operands)
 
@@ -295,8 +292,7 @@ def lower(
     """Lowers to a call that the partitioner can split."""
     lhs: Any = ctx.avals_in[0]
     dims = dims_of(op, params, len(lhs.shape))
-
-    # A sum names the devices that it is over.
+    # A sum must name the devices that it is over.
     with_compass = dims.summable and bool(mesh.given.manual_axes)
     compass = (tuple(f"c{i}" for i in range(len(mesh.given.auto_axes))),) * with_compass
 
@@ -315,4 +311,17 @@ def lower(
         reduction_factors=dims.contracted if dims.summable else (),
         need_replication_factors=() if dims.summable else dims.contracted,
     )
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    return mlir.lower_fun(call, multiple_results=True)(_with_devices(ctx), *operands)
+
+
+def _with_devices(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
+    """The context with devices in its mesh, which has none inside a `shard_map` inside another.
+
+    `custom_partitioning` (JAX 0.9 to 0.12) asks for them but goes by their number only.
+    """
+    context: Any = ctx.module_context.axis_context
+    if not isinstance(getattr(context, "mesh", None), AbstractMesh):
+        return ctx
+    devices = np.full(context.mesh.axis_sizes, jax.devices()[0])
+    context = dataclasses.replace(context, mesh=Mesh(devices, context.mesh.axis_names))
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=context))

@@ -403,6 +403,34 @@ def test_partly_manual_mesh(shape, manual, kind):
     check_communication(f"{case_id(shape)}, manual {sorted(manual)}, {kind}", ours, plain)
 
 
+def test_shard_map_inside_another():
+    """Each over one axis, with one left to the partitioner."""
+    inputs = draw(M, H, I, H, "float32")
+    mesh = make_mesh((2, 2, 1, 2))
+    rows, w_in, w_down = LAYOUTS["by axis"]
+    args = put(sequences(inputs), mesh, (rows, w_in, w_in, w_down, rows))
+
+    def over(axis, function):
+        def mapped(*args):
+            inner = jax.sharding.get_abstract_mesh()
+            return jax.shard_map(
+                function,
+                mesh=mesh if inner.empty else inner,
+                in_specs=(P(axis), P(), P(), P(), P(axis)),
+                out_specs=(P(axis), P(axis), P(), P(), P()),
+                axis_names={axis},
+            )(*args)
+
+        return mapped
+
+    ours, plain = (
+        jax.jit(over("data", over("fsdp", functools.partial(step, which)))).lower(*args).compile()
+        for which in ("host", "xla")
+    )
+    check_all(ours(*args), inputs)
+    check_communication("shard_map in shard_map", ours, plain)
+
+
 def restrict(spec, axes):
     """The spec without other axes."""
     parts = (part if isinstance(part, tuple) else (part,) for part in spec)
