@@ -74,19 +74,20 @@ OpChoice TuneOp(const OpTask& task, double budget_seconds, const Clock& clock) {
     }
   }
 
-  // Where the time is over, the reliable one unseen.
   std::vector<int> routes;
-  for (int r = 0; r < static_cast<int>(task.routes.size()); ++r) {
+  for (size_t r = 0; r < task.routes.size(); ++r) {
     if (std::all_of(task.routes[r].begin(), task.routes[r].end(),
                     [&](int graph) { return choice.plans[graph] >= 0; })) {
-      routes.push_back(r);
+      routes.push_back(static_cast<int>(r));
     }
   }
-  if (routes.size() > 1 && clock() >= end) routes = {routes.back()};
+  // Without the time to compare them, the reliable one: the first may be the worst.
+  const double left = end - clock();
+  if (left < budget_seconds / 10 && routes.size() > 1) routes = {routes.back()};
   const Fastest fastest = PickFastest(
       static_cast<int>(routes.size()),
-      [&](int i, int repeats) { return task.time_route(routes[i], choice.plans, repeats); },
-      end - clock(), clock);
+      [&](int i, int repeats) { return task.time_route(routes[i], choice.plans, repeats); }, left,
+      clock);
   if (fastest.candidate < 0) return choice;
   choice.route = routes[fastest.candidate];
   choice.seconds = fastest.seconds;
