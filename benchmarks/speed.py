@@ -66,7 +66,7 @@ def _entry(
     # The plans that were timed are also right.
     difference = float(_difference(peers["ours"](*args), peers["xla"](*args)))
     assert difference < allowed_difference, difference
-    times = median_ms(peers, args, rounds=15)
+    times = median_ms(peers, args, rounds=11)
     return {
         "what": what,
         "model": model.name,
@@ -98,7 +98,7 @@ def _mesh_of_one(model: Model, m: int) -> dict[str, Any]:
         "shard_map": functools.partial(jax.jit(mapped), *placed),
     }
     sizes = {"hidden": model.hidden, "intermediate": model.intermediate, "m": m}
-    return {"model": model.name, **sizes, "ms": median_ms(calls, (), rounds=15)}
+    return {"model": model.name, **sizes, "ms": median_ms(calls, (), rounds=11)}
 
 
 def run_mesh(models: Sequence[Model] = MODELS) -> Iterator[dict[str, Any]]:
