@@ -425,12 +425,14 @@ class Store {
     }
 
     const auto candidate = [&](PlanId id) -> Candidate& { return candidates[id.first][id.second]; };
-    const auto step = [&](PlanId id) -> Step {
-      return {candidate(id).plan, BuffersInMemory(*graphs[id.first])};
-    };
+    // Graphs that share a plan, as those of gate and up do, differ in their buffers.
     const auto steps = [&](int route, const std::vector<int>& plans) {
       std::vector<Step> all;
-      for (int graph : task.routes[route]) all.push_back(step({graph, plans[graph]}));
+      for (size_t i = 0; i < task.routes[route].size(); ++i) {
+        const int graph = task.routes[route][i];
+        all.push_back(
+            {candidate({graph, plans[graph]}).plan, BuffersInMemory(routes[route].graphs[i])});
+      }
       return all;
     };
     task.build = [&](const std::vector<PlanId>& order, double seconds) {
@@ -445,7 +447,8 @@ class Store {
       return built;
     };
     task.time_plan = [&](PlanId id, int repeats) {
-      const double seconds = TimeSteps({step(id)}, memory, repeats, device, stream.get());
+      const Step step{candidate(id).plan, BuffersInMemory(*graphs[id.first])};
+      const double seconds = TimeSteps({step}, memory, repeats, device, stream.get());
       Log("  %zu nodes, %s, %d runs: %.1f us", graphs[id.first]->nodes.size(),
           candidate(id).config.name.c_str(), repeats, seconds * 1e6);
       return seconds;

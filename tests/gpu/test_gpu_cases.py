@@ -254,11 +254,16 @@ def test_calls_are_replayed_in_cuda_graphs():
     check(step(*args), args)
 
 
-def test_tuned(monkeypatch):
+@pytest.mark.parametrize(
+    ("m", "glu_fwd_route", "glu_bwd_route"),
+    [(40, "", ""), (41, "dual", "epilogue"), (42, "epilogue", "pointwise"), (43, "pointwise", "")],
+)
+def test_tuned(m, glu_fwd_route, glu_bwd_route, monkeypatch):
+    """Graphs that share a plan, as the GEMMs of gate and up do, still have their own operands."""
     monkeypatch.delenv("JAX_SWIGLU_TUNING")
-    args = draw(40, 256, 512, 256, "bfloat16")
-    check(run(args), args)
-    plans = [plan for plan in _ffi.prepared() if " m=40 " in plan["problem"]]
+    args = draw(m, 256, 512, 256, "bfloat16")
+    check(run(args, glu_fwd_route=glu_fwd_route, glu_bwd_route=glu_bwd_route), args)
+    plans = [plan for plan in _ffi.prepared() if f" m={m} " in plan["problem"]]
     tuned = [plan for plan in plans if plan["source"] == "tuned"]
     assert {plan["problem"].split()[0] for plan in tuned} == {"glu_fwd", "glu_bwd", "matmul"}
 
