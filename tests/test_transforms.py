@@ -409,9 +409,12 @@ def test_remat_saves_only_inputs_and_recomputes_only_what_is_read(custom_calls):
     function = jax.checkpoint(op())
     _, pullback = jax.vjp(function, *map(jnp.asarray, inputs.operands))
     assert (72, 16) not in {leaf.shape for leaf in jax.tree.leaves(pullback)}
-    calls = Counter(custom_calls(functools.partial(with_grads, function), *inputs))
+    plain, calls = (
+        Counter(custom_calls(functools.partial(with_grads, f), *inputs)) for f in (op(), function)
+    )
     # Once forward, once again: but down, which the backward pass does not read, is not.
-    assert calls == Counter(glu_fwd=2, glu_bwd=1, matmul=6)
+    assert plain["glu_fwd"] == 1
+    assert calls == plain + Counter(glu_fwd=1)
 
 
 # Second derivatives.
