@@ -90,21 +90,26 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with rotary positions."""
+    """Causal self-attention with rotary positions.
+
+    The heads are a dimension of the kernels, ``[hidden, 3, heads, head_dim]`` and ``[heads,
+    head_dim, hidden]``, so that they can be split over devices.
+    """
 
     def __init__(self, hidden: int, heads: int, *, dtype: Any, rngs: nnx.Rngs):
-        self.heads = heads
-        self.qkv_proj = nnx.Linear(hidden, 3 * hidden, use_bias=False, dtype=dtype, rngs=rngs)
-        self.out_proj = nnx.Linear(hidden, hidden, use_bias=False, dtype=dtype, rngs=rngs)
+        per_head = (heads, hidden // heads)
+        linear = partial(nnx.LinearGeneral, use_bias=False, dtype=dtype, rngs=rngs)
+        self.qkv_proj = linear(hidden, (3, *per_head))
+        self.out_proj = linear(per_head, hidden, axis=(-2, -1))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        qkv = self.qkv_proj(x).reshape(*x.shape[:2], 3, self.heads, -1)
+        qkv = self.qkv_proj(x)
         q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
         fused = jax.default_backend() == "gpu" and x.dtype == jnp.bfloat16
         out = jax.nn.dot_product_attention(
             rotate(q), rotate(k), v, is_causal=True, implementation="cudnn" if fused else "xla"
         )
-        return self.out_proj(out.reshape(x.shape))
+        return self.out_proj(out)
 
 
 class Block(nnx.Module):
@@ -226,6 +231,25 @@ class TrainState(NamedTuple):
     step: jax.Array
 
 
+def init(config: Config, mlp: str = "swiglu") -> tuple[Any, TrainState]:
+    """The structure of the model, and the state before the first step."""
+    graphdef, params = nnx.split(LanguageModel(config, mlp, rngs=nnx.Rngs(config.seed)), nnx.Param)
+    opt_state = make_optimizer(config).init(params)
+    return graphdef, TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+
+
+def update(
+    graphdef: Any, config: Config, state: TrainState, rows: jax.Array
+) -> tuple[TrainState, jax.Array]:
+    """One step on rows ``[batch, seq + 1]``: the next state, and the loss before it."""
+    loss, grads = jax.value_and_grad(lambda params: loss_of(nnx.merge(graphdef, params), rows))(
+        state.params
+    )
+    updates, opt_state = make_optimizer(config).update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(params, opt_state, state.step + 1), loss
+
+
 @dataclass(frozen=True)
 class Run:
     """A trained model and how it got there.
@@ -257,10 +281,7 @@ def train(config: Config, mlp: str, text: np.ndarray, held_out: np.ndarray) -> R
     Returns:
       The trained model with its curves.
     """
-    model = LanguageModel(config, mlp, rngs=nnx.Rngs(config.seed))
-    graphdef, params = nnx.split(model, nnx.Param)
-    optimizer = make_optimizer(config)
-    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    graphdef, state = init(config, mlp)
     key = jax.random.key(config.seed)
     data = jnp.asarray(text)
     batches = jnp.asarray(held_out)
@@ -270,12 +291,7 @@ def train(config: Config, mlp: str, text: np.ndarray, held_out: np.ndarray) -> R
             jax.random.fold_in(key, state.step), (config.batch,), 0, len(data) - config.seq
         )
         rows = data[starts[:, None] + jnp.arange(config.seq + 1)]
-        loss, grads = jax.value_and_grad(lambda params: loss_of(nnx.merge(graphdef, params), rows))(
-            state.params
-        )
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return TrainState(params, opt_state, state.step + 1), loss
+        return update(graphdef, config, state, rows)
 
     def evaluate(params: Any, rows: jax.Array) -> jax.Array:
         return loss_of(nnx.merge(graphdef, params), rows)
@@ -400,12 +416,9 @@ def describe(config: Config, mlps: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def parse_args(argv: Sequence[str] | None) -> tuple[Config, argparse.Namespace]:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The fields of ``Config``, with the defaults of the device."""
     preset = PRESETS["cpu" if jax.default_backend() == "cpu" else "gpu"]
-    parser = argparse.ArgumentParser(
-        description="Train a small byte-level language model with the SwiGLU layer of jax_swiglu.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
     for name, meaning in {
         "hidden": "width of the residual stream",
         "intermediate": "width of the MLP",
@@ -428,6 +441,22 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Config, argparse.Namespace]:
         choices=["cudnn", "xla", "host"],
         help="of swiglu_mlp; left out, the default of the device",
     )
+
+
+def config_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Config:
+    if args.steps < 2:
+        parser.error("--steps must be at least 2")
+    if args.hidden % (2 * args.heads):
+        parser.error("--hidden must be a multiple of twice --heads: rotary positions need pairs")
+    return Config(**{f.name: getattr(args, f.name) for f in fields(Config)})
+
+
+def parse_args(argv: Sequence[str] | None) -> tuple[Config, argparse.Namespace]:
+    parser = argparse.ArgumentParser(
+        description="Train a small byte-level language model with the SwiGLU layer of jax_swiglu.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_options(parser)
     parser.add_argument(
         "--mlp",
         choices=["swiglu", "flax", "both"],
@@ -437,11 +466,18 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Config, argparse.Namespace]:
     parser.add_argument("--sample", type=int, default=400, help="bytes to generate")
     parser.add_argument("--out", type=Path, default=Path("train_lm_out"), help="folder of the PNG")
     args = parser.parse_args(argv)
-    if args.steps < 2:
-        parser.error("--steps must be at least 2")
-    if args.hidden % (2 * args.heads):
-        parser.error("--hidden must be a multiple of twice --heads: rotary positions need pairs")
-    return Config(**{f.name: getattr(args, f.name) for f in fields(Config)}), args
+    return config_of(parser, args), args
+
+
+def compare(names: str, ours: np.ndarray, theirs: np.ndarray, config: Config) -> tuple[bool, str]:
+    """Whether two loss curves that only rounding may tell apart agree, and a statement of it."""
+    gap = np.abs(ours - theirs)
+    early, tolerance = gap[: max(10, config.steps // 10)], EARLY_TOLERANCE[config.dtype]
+    return bool(early.max() <= tolerance and gap.mean() <= MEAN_TOLERANCE), (
+        f"loss curves of {names}, nats per byte apart: at most {early.max():.2g} in "
+        f"the first {len(early)} steps (allowed: {tolerance}), {gap.mean():.2g} on average "
+        f"(allowed: {MEAN_TOLERANCE}), at most {gap.max():.2g} (step {gap.argmax() + 1})"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -472,14 +508,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"asked for: at least {BIGRAM_MARGIN} below",
         )
     if args.mlp == "both":
-        gap = np.abs(runs["swiglu"].losses - runs["flax"].losses)
-        early, tolerance = gap[: max(10, config.steps // 10)], EARLY_TOLERANCE[config.dtype]
-        check(
-            bool(early.max() <= tolerance and gap.mean() <= MEAN_TOLERANCE),
-            f"loss curves of swiglu and flax, nats per byte apart: at most {early.max():.2g} in "
-            f"the first {len(early)} steps (allowed: {tolerance}), {gap.mean():.2g} on average "
-            f"(allowed: {MEAN_TOLERANCE}), at most {gap.max():.2g} (step {gap.argmax() + 1})",
-        )
+        check(*compare("swiglu and flax", runs["swiglu"].losses, runs["flax"].losses, config))
 
     path = args.out / "loss.png"
     plot(runs, bigram, path)
