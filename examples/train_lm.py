@@ -33,6 +33,7 @@ import jax_swiglu
 from jax_swiglu.nnx import SwiGLUMLP
 
 VOCAB = 256  # one token per byte value
+BATCH_AXES = ("data", "fsdp")  # of the mesh of train_sharded.py
 BIGRAM_MARGIN = 0.1  # nats per byte below the bigram model that count as clearly below
 # Gaps allowed between the two loss curves, in nats per byte. They start from the same parameters
 # and see the same data, so that at first they differ by rounding alone: a wrong gradient shows
@@ -89,6 +90,16 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+def split_batch(x: jax.Array) -> jax.Array:
+    """Keeps the batch split, on the mesh of train_sharded.py.
+
+    Left to choose, the partitioner splits the last dimension as the weights are split.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, jax.P(BATCH_AXES))
+
+
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions.
 
@@ -127,8 +138,8 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = split_batch(x + self.attention(self.attention_norm(x)))
+        return split_batch(x + self.mlp(self.mlp_norm(x)))
 
 
 class LanguageModel(nnx.Module):
@@ -164,7 +175,7 @@ class LanguageModel(nnx.Module):
         def run(x: jax.Array, block: Block) -> jax.Array:
             return block(x)
 
-        x = self.norm(run(self.embed(tokens), self.blocks))
+        x = self.norm(run(split_batch(self.embed(tokens)), self.blocks))
         return self.embed.attend(x).astype(jnp.float32)
 
 
