@@ -13,10 +13,19 @@ from jax_swiglu import _load
 from jax_swiglu._api import swiglu, swiglu_mlp
 from jax_swiglu._config import RESIDUAL_NAMES
 from jax_swiglu._explain import Explanation, Stage, explain
+from jax_swiglu._load import CUSTOM_CALLS
 
 __version__ = "0.1.0"
 
-__all__ = ["RESIDUAL_NAMES", "Explanation", "Stage", "explain", "swiglu", "swiglu_mlp"]
+__all__ = [
+    "CUSTOM_CALLS",
+    "RESIDUAL_NAMES",
+    "Explanation",
+    "Stage",
+    "explain",
+    "swiglu",
+    "swiglu_mlp",
+]
 
 
 def __getattr__(name: str) -> ModuleType:

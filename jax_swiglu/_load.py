@@ -10,8 +10,12 @@ import jax
 
 from jax_swiglu import _ffi, _plans
 
-# Custom-call names, for `jax.export.DisabledSafetyCheck.custom_call`.
-CUSTOM_CALL_NAMES = tuple(_ffi.registrations())
+CUSTOM_CALLS = tuple(_ffi.registrations())
+"""The names of the custom calls, for `jax.export.DisabledSafetyCheck.custom_call`.
+
+They and their attributes may change with the version of this package: a program that was exported
+with one version runs with that version.
+"""
 
 # The fused GEMM graphs need tensor cores with bfloat16.
 MIN_COMPUTE_CAPABILITY = (8, 0)

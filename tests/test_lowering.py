@@ -12,13 +12,12 @@ from typing import Any
 
 import jax
 import jax.export
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from _reference64 import TOLERANCE, check_value, draw, mlp
+from _reference64 import draw
 
 import jax_swiglu as js
-from jax_swiglu import _load, _vjp
+from jax_swiglu import _vjp
 from jax_swiglu._config import Config
 
 # More rows than those whose weight gradients go to XLA.
@@ -535,57 +534,3 @@ def test_cudnn_without_a_gpu(dtype):
 def test_host_on_a_gpu(custom_calls):
     with pytest.raises(NotImplementedError, match=r'"host" runs on the CPU only; use None or'):
         custom_calls(op(implementation="host"), *specs()[:4])
-
-
-# jax.export.
-
-
-def export(function, *args, platforms, check=True):
-    disabled = [
-        jax.export.DisabledSafetyCheck.custom_call(name) for name in _load.CUSTOM_CALL_NAMES
-    ]
-    return jax.export.export(
-        jax.jit(function), platforms=platforms, disabled_checks=disabled if check else ()
-    )(*args)
-
-
-def test_names_of_custom_calls():
-    assert set(_load.CUSTOM_CALL_NAMES) == {
-        "jax_swiglu_glu_fwd",
-        "jax_swiglu_glu_bwd",
-        "jax_swiglu_matmul",
-    }
-
-
-def test_export_for_a_gpu():
-    function = functools.partial(with_grads, op(implementation="cudnn"))
-    exported = export(function, *specs(), platforms=["cuda"])
-    text = exported.mlir_module()
-    assert {f"jax_swiglu_{name}" for name in re.findall(r"@jax_swiglu_(\w+)", text)} == set(
-        _load.CUSTOM_CALL_NAMES
-    )
-
-
-def test_export_without_the_names_is_refused():
-    with pytest.raises(ValueError, match="jax_swiglu_glu_fwd"):
-        export(js.swiglu_mlp, *specs()[:4], platforms=["cuda"], check=False)
-
-
-def test_export_for_two_platforms_runs_on_this_one():
-    inputs = draw(13, 24, 40, 16, "bfloat16")
-    args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs.operands]
-    exported = export(js.swiglu_mlp, *args, platforms=["cpu", "cuda"])
-    got = exported.call(*inputs.operands)
-    check_value(got, mlp(*inputs.operands), TOLERANCE["bfloat16"])
-
-
-def test_export_with_any_number_of_rows():
-    (rows,) = jax.export.symbolic_shape("rows")
-    x, *weights, _ = specs()
-    x = jax.ShapeDtypeStruct((rows, H), x.dtype)
-    exported = export(js.swiglu_mlp, x, *weights, platforms=["cpu", "cuda"])
-    for m in (1, 5):
-        inputs = draw(m, H, I, O, "bfloat16")
-        got = exported.call(*map(jnp.asarray, inputs.operands))
-        # Few elements: single roundings do not average out.
-        check_value(got, mlp(*inputs.operands), 2 * TOLERANCE["bfloat16"])
