@@ -31,6 +31,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_swiglu as js
+from jax_swiglu import _primitives, _reference
 from jax_swiglu._partitioning import DeviceMesh
 from jax_swiglu._primitives import matmul_p
 
@@ -220,6 +221,27 @@ def test_explicit_mesh(layout, shape, ambient):
         assert g.sharding.is_equivalent_to(sharding, g.ndim)
     if not ambient:
         check_communication(f"{layout}, {case_id(shape)}, Explicit", ours, compiled("xla", args))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def test_what_one_device_leaves_to_xla(kind, monkeypatch):
+    """On a GPU the part of one device may be GEMMs of ours and the rest XLA's, as it is here."""
+    lower_ffi = _primitives._lower_ffi
+
+    def lower(op, ctx, *operands, params):
+        if op == "matmul":
+            return lower_ffi(op, ctx, *operands, params=params)
+        reference = functools.partial(getattr(_reference, op), gemm=_primitives._gemm)
+        return _primitives._lower_reference(reference, ctx, *operands, params=params)
+
+    monkeypatch.setattr(_primitives, "_lower_ffi", lower)
+    inputs = draw(M, H, I, H, "float32")
+    mesh = make_mesh((2, 2, 1, 2), kind)
+    with jax.set_mesh(mesh):
+        _, args = place("by axis", mesh, inputs)
+        ours = compiled("host", args)
+    check_all(ours(*args), inputs)
+    assert "jax_swiglu_glu" not in ours.as_text()
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 2, 1, 2)], ids=["one device", "eight"])
