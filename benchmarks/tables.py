@@ -4,6 +4,7 @@ python -m benchmarks.tables benchmarks/results/h200-2026-12-01.json
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ def launches_table(record: dict[str, Any]) -> str:
     rows = []
     for e in record["launches"]:
         for kernel, count in e["kernels_per_call"].items():
-            rows.append((f"{e['what']}, {e['model']}, M {e['m']}", f"`{kernel}`", f"{count:g}"))
+            name = re.sub("(pointwise_)+", "pointwise_", kernel.split("<")[0])
+            rows.append((f"{e['what']}, {e['model']}, M {e['m']}", f"`{name}`", f"{count:g}"))
     return _table(("call", "kernel", "launches per call"), rows)
 
 

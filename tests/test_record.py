@@ -30,5 +30,5 @@ def test_tables(tables):
 
 def test_required_accuracy_was_met():
     accuracy = json.loads(RECORD.read_text())["accuracy"]
-    assert len(accuracy) == 3 * 5 * 2 * 2 * 3
+    assert len(accuracy) == 3 * 5 * 2 * 2 * 4
     assert max(entry["worst_ratio"] for entry in accuracy) <= 1.1
