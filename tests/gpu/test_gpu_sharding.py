@@ -1,6 +1,7 @@
 """On a mesh of one GPU, and in `shard_map` over it, the program computes what it does without."""
 
 import functools
+import sys
 
 import jax
 import numpy as np
@@ -54,3 +55,34 @@ def test_mesh_of_one(m):
     for where, got in results.items():
         for g, w in zip(got, want, strict=True):
             np.testing.assert_array_equal(np.asarray(g), np.asarray(w), where)
+
+
+SHARD_MAP_IN_GRAPHS = """
+import jax, jax.numpy as jnp, numpy as np, jax_swiglu as js
+from jax.sharding import PartitionSpec as P
+
+n = jax.device_count()
+keys = jax.random.split(jax.random.key(0), 4)
+shapes = ((72 * n, 64), (64, 128), (64, 128), (128, 64))
+args = [jax.random.normal(k, s, jnp.bfloat16) / 8 for k, s in zip(keys, shapes)]
+mesh = jax.make_mesh((n,), ("data",))
+specs = (P("data"), P(), P(), P())
+args = [jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in zip(args, specs)]
+mapped = jax.jit(jax.shard_map(js.swiglu_mlp, mesh=mesh, in_specs=specs, out_specs=P("data")))
+results = [np.asarray(mapped(*args), np.float32) for _ in range(10)]
+assert all((r == results[0]).all() for r in results)
+x, w_gate, w_up, w_down = (np.asarray(a, np.float64) for a in args)
+gate = x @ w_gate
+want = (gate / (1 + np.exp(-gate)) * (x @ w_up)) @ w_down
+print(np.linalg.norm(results[0] - want) / np.linalg.norm(want))
+"""
+
+
+def test_captured_in_a_fresh_process(run_python):
+    """Every call in a CUDA graph from the first one on, over as many GPUs as there are."""
+    environment = {**run_python.keywords["env"], "XLA_FLAGS": "--xla_gpu_graph_min_graph_size=1"}
+    del environment["JAX_PLATFORMS"]
+    result = run_python([sys.executable, "-c", SHARD_MAP_IN_GRAPHS], env=environment)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) <= 2**-7
+    assert "capture" not in result.stderr
