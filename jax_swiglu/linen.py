@@ -54,7 +54,8 @@ class SwiGLUMLP(nn.Module):
         together, as Flax layers do.
       param_dtype: Dtype of the kernels, and so of their gradients.
       kernel_init: Initializer of the gate and up kernels. Wrap it in
-        ``nn.with_partitioning`` to attach sharding metadata.
+        ``nn.with_partitioning`` or ``nn.with_logical_partitioning`` to attach sharding
+        metadata.
       down_kernel_init: Initializer of the down kernel, whose dimensions are the other
         way round and so are sharded by other names; ``None`` means ``kernel_init``.
       implementation: Passed on to :func:`jax_swiglu.swiglu_mlp`.
