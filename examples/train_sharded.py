@@ -99,7 +99,7 @@ def describe_parts(params: Any, shardings: Any) -> str:
     for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
         part = sharding.shard_shape(leaf.shape)
-        lines.append(f"  {name:30} {leaf.shape!s:21} {sharding.spec!s:42} {part}")
+        lines.append(f"  {name:32} {leaf.shape!s:20} {tuple(sharding.spec)!s:38} {part}")
     return "\n".join(lines)
 
 

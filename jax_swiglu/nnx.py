@@ -49,7 +49,7 @@ class SwiGLUMLP(nnx.Module):
       kernel_init: Initializer of the gate and up kernels. Wrap it in
         ``nnx.with_partitioning`` to attach sharding metadata. Flax then splits each
         kernel over the mesh of the context (``jax.set_mesh``), which must be there;
-        make the layer under ``nnx.jit``, or each kernel is first made whole.
+        docs/training.md says how to never make a whole kernel.
       down_kernel_init: Initializer of the down kernel, whose dimensions are the other
         way round and so are sharded by other names; ``None`` means ``kernel_init``.
       implementation: Passed on to :func:`jax_swiglu.swiglu_mlp`.
