@@ -83,6 +83,11 @@ def _lower_call(
     """The custom call; where the program spans devices, behind a rule for the partitioner."""
     mesh = _partitioning.device_mesh(ctx)
     if mesh is not None:
+        if ctx.module_context.lowering_parameters.for_export:
+            raise NotImplementedError(
+                "jax.export cannot keep the partitioning rules of jax_swiglu; to export a program "
+                "for several devices, call it inside jax.shard_map over all axes of the mesh"
+            )
         return _partitioning.lower(primitive, op, mesh, ctx, *operands, params=params)
     return _lower_ffi(op, ctx, *operands, params=params)
 
@@ -92,10 +97,16 @@ def _operand_dtype(ctx: mlir.LoweringRuleContext) -> np.dtype:
     return aval.dtype
 
 
-def _is_static_and_full(ctx: mlir.LoweringRuleContext) -> bool:
+def _is_static_and_full(ctx: mlir.LoweringRuleContext, params: OpParams) -> bool:
     """Whether all sizes are known and none is zero; XLA handles the rest."""
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     sizes = [size for aval in avals for size in aval.shape]
+    symbolic = [size for size in sizes if not isinstance(size, int)]
+    if symbolic and params.implementation is not None:
+        raise NotImplementedError(
+            f"implementation={params.implementation!r} needs known sizes; got {symbolic[0]}. Use "
+            'implementation=None or "xla" to run on XLA, or export a program for each size'
+        )
     return all(isinstance(size, int) and size > 0 for size in sizes)
 
 
@@ -162,7 +173,7 @@ def _lower_cuda(
         )
     if obstacle is not None and dtype in CUDNN_DTYPES:
         _warn_once(f"jax_swiglu runs on XLA: {obstacle}")
-    if obstacle is None and _is_static_and_full(ctx):
+    if obstacle is None and _is_static_and_full(ctx, params):
         left_to_xla = _xla_computes(op, ctx, params)
         if left_to_xla == "nothing":
             return _lower_call(primitive, op, ctx, *operands, params=params)
@@ -184,7 +195,7 @@ def _lower_default(
             f'implementation="cudnn" needs an NVIDIA GPU; {_load.cudnn_status().reason}. '
             'Use implementation=None or "xla" to run on XLA'
         )
-    if params.implementation == "host" and _is_static_and_full(ctx):
+    if params.implementation == "host" and _is_static_and_full(ctx, params):
         dtype = _operand_dtype(ctx)
         if dtype not in HOST_DTYPES:
             raise NotImplementedError(

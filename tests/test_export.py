@@ -138,7 +138,7 @@ def test_export_for_two_platforms_runs_on_this_one():
 
 
 def test_export_of_a_partitioning_rule_is_refused(mesh):
-    with pytest.raises(NotImplementedError, match="host_callbacks"):
+    with pytest.raises(NotImplementedError, match=r"inside jax\.shard_map"):
         exported(host, *split_specs(mesh, "float32"))
 
 
@@ -164,3 +164,11 @@ def test_symbolic_sizes(names, rows, dtype):
         for name, g, want in zip(NAMES, got, mlp_and_grads(*inputs), strict=True):
             # Few elements: single roundings do not average out.
             check_value(np.reshape(g, want.shape), want, 2 * TOLERANCE[dtype], name)
+
+
+@pytest.mark.parametrize(("implementation", "platform"), [("cudnn", "cuda"), ("host", "cpu")])
+def test_symbolic_sizes_are_refused_where_xla_was_not_asked_for(implementation, platform):
+    (rows,) = export.symbolic_shape("rows")
+    function = functools.partial(js.swiglu_mlp, implementation=implementation)
+    with pytest.raises(NotImplementedError, match=rf"{implementation}.* sizes; got rows\. Use"):
+        exported(function, *specs("bfloat16", [rows])[:4], platforms=[platform])
