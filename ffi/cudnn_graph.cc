@@ -63,7 +63,7 @@ void Describe(const Tensor& t, int index, int64_t alignment, fe::graph::Tensor_a
       .set_stride({t.strides.begin(), t.strides.end()})
       .set_data_type(ToFrontend(t.dtype))
       .set_is_virtual(t.is_virtual());
-  if (!t.is_virtual()) to.set_alignment(alignment);
+  if (!t.is_virtual()) to.set_alignment(t.alignment(alignment));
 }
 
 // The operation graph, validated, without plans.

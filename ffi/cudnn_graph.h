@@ -20,10 +20,6 @@ struct PlanConfig {
   std::string name;       // engine and knobs, as cuDNN writes them: "eng4_k2=9_k24=46"
 };
 
-// Alignment in bytes that a plan may assume of all its pointers. XLA's own buffers have at least
-// this one; a slice of a stack of weights is aligned only as its size is.
-inline constexpr int64_t kFullAlignment = 16;
-
 // What cuDNN's heuristics propose for `graph`, best guess first, and for a plain GEMM more kernels
 // of the GEMM engine. Throws std::runtime_error where cuDNN has no engine for it.
 std::vector<PlanConfig> ProposePlans(const GraphSpec& graph, int64_t alignment,

@@ -26,6 +26,8 @@ struct Config {
   Op op;
   bool lhs_transposed, rhs_transposed, extra;
   std::string route;
+  Packing packing;
+  bool up_first;
 };
 
 struct CallSite {
@@ -59,9 +61,13 @@ T Attribute(const ffi::Dictionary& attributes, std::string_view name) {
 }
 
 Config ParseConfig(Op op, const ffi::Dictionary& attributes) {
-  return {op, Attribute<bool>(attributes, "lhs_transposed"),
-          Attribute<bool>(attributes, "rhs_transposed"), Attribute<bool>(attributes, "extra"),
-          std::string(Attribute<std::string_view>(attributes, "route"))};
+  return {op,
+          Attribute<bool>(attributes, "lhs_transposed"),
+          Attribute<bool>(attributes, "rhs_transposed"),
+          Attribute<bool>(attributes, "extra"),
+          std::string(Attribute<std::string_view>(attributes, "route")),
+          PackingFromName(std::string(Attribute<std::string_view>(attributes, "packing"))),
+          Attribute<bool>(attributes, "up_first")};
 }
 
 DType ToDType(ffi::DataType dtype) {
@@ -79,18 +85,22 @@ DType ToDType(ffi::DataType dtype) {
 
 // Which buffer (see graph_spec.h) each operand and each result but the workspace is.
 std::pair<std::vector<int>, std::vector<int>> Signature(const Config& config) {
+  const bool packed = config.packing != Packing::kNone;
   switch (config.op) {
     case Op::kGluFwd: {
       using namespace glu_fwd_buffer;
-      std::vector<int> results = {kH};
-      if (config.extra) results = {kH, kGate, kUp};
-      return {{kX, kWGate, kWUp}, results};
+      std::vector<int> operands = {kX, kWGate}, results = {kH};
+      if (!packed) operands.push_back(kWUp);
+      if (config.extra) results.push_back(kGate);
+      if (config.extra && !packed) results.push_back(kUp);
+      return {operands, results};
     }
     case Op::kGluBwd: {
       using namespace glu_bwd_buffer;
-      std::vector<int> results = {kDGate, kDUp};
+      std::vector<int> operands = {kDOut, kWDown, kGate}, results = {kDGate};
+      if (!packed) operands.push_back(kUp), results.push_back(kDUp);
       if (config.extra) results.push_back(kH);
-      return {{kDOut, kWDown, kGate, kUp}, results};
+      return {operands, results};
     }
     case Op::kMatmul: {
       using namespace matmul_buffer;
@@ -127,18 +137,26 @@ Call ParseCall(const Config& config, ffi::RemainingArgs args, ffi::RemainingRets
   call.workspace = workspace.untyped_data();
   call.buffers[kScratch] = call.workspace;
 
-  // Rows may have any number of dimensions, one behind the other in memory, and weights have two;
-  // batch dimensions may be in front of either. So the rank of the weight tells their number: it is
-  // the right operand, but for a weight gradient, where both operands have rows, the result.
+  // Rows may have any number of dimensions, one behind the other in memory, and weights have two,
+  // three if packed; batch dimensions may be in front of either. So the rank of the weight tells
+  // their number: it is the right operand, but for a weight gradient, where both operands have
+  // rows, the result.
   const auto lhs = args.get<ffi::AnyBuffer>(0).value().dimensions();
   const auto rhs = args.get<ffi::AnyBuffer>(1).value().dimensions();
   const ffi::AnyBuffer out = *rets.get<ffi::AnyBuffer>(0).value();
   const auto weight = config.lhs_transposed ? out.dimensions() : rhs;
-  if (weight.size() < 2 || lhs.size() + 1 < weight.size() || out.dimensions().size() == 0) {
+  const bool packed = config.packing != Packing::kNone;
+  const size_t weight_rank = packed && config.op != Op::kGluBwd ? 3 : 2;
+  // d_gate_up, [rows, 2, I]
+  const bool lhs_packed = packed && config.op == Op::kMatmul &&
+                          (!config.lhs_transposed || config.packing == Packing::k2IH);
+  const size_t columns_rank = lhs_packed ? 2 : 1;
+  if (weight.size() < weight_rank || out.dimensions().size() == 0 ||
+      lhs.size() + weight_rank < weight.size() + columns_rank) {
     throw std::invalid_argument("operands have too few dimensions");
   }
-  const auto batch_end = lhs.begin() + (weight.size() - 2);
-  const int64_t rows = Product(batch_end, lhs.end() - 1);
+  const auto batch_end = lhs.begin() + (weight.size() - weight_rank);
+  const int64_t rows = Product(batch_end, lhs.end() - columns_rank);
   Problem& p = call.problem;
   p.op = config.op;
   p.batch = Product(lhs.begin(), batch_end);
@@ -150,6 +168,16 @@ Call ParseCall(const Config& config, ffi::RemainingArgs args, ffi::RemainingRets
   p.lhs_transposed = config.lhs_transposed;
   p.rhs_transposed = config.rhs_transposed;
   p.extra = config.extra;
+  p.packing = config.packing;
+  p.up_first = config.up_first;
+  if (p.op == Op::kMatmul) {
+    p.up_first = false;  // both sides have the same order
+    if (p.packing == Packing::kH2I || p.packing == Packing::k2IH) {
+      // One stride leads through both halves.
+      p.packing = Packing::kNone;
+      (!p.lhs_transposed ? p.k : lhs_packed ? p.m : p.n) *= 2;
+    }
+  }
   if (static_cast<int64_t>(workspace.size_bytes()) < WorkspaceBytes(p)) {
     throw std::invalid_argument("the workspace is too small");
   }

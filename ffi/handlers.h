@@ -2,6 +2,7 @@
 // the buffer enums in graph_spec.h, a uint8 workspace as last result, and the attributes
 //   lhs_transposed, rhs_transposed, extra : bool   (see Problem)
 //   route : string                                 (the name of a route, or "" for the fastest)
+//   packing : string, up_first : bool              (of the weight; "" where it is not packed)
 // On the platform CUDA cuDNN runs them; on cpu the host evaluator does.
 
 #ifndef JAX_SWIGLU_HANDLERS_H_

@@ -165,7 +165,7 @@ void EvaluateOnHost(const GraphSpec& graph, const Buffers& buffers) {
     values[i].resize(Size(t));
     if (computed[i]) continue;
     ForEach(t, [&](int64_t dense, int64_t memory) {
-      values[i][dense] = Load(buffers[t.buffer], memory, t.dtype);
+      values[i][dense] = Load(buffers[t.buffer], t.offset + memory, t.dtype);
     });
   }
   for (const Node& node : graph.nodes) {
@@ -180,7 +180,7 @@ void EvaluateOnHost(const GraphSpec& graph, const Buffers& buffers) {
     for (float& value : out) value = Round(value, t.dtype);
     if (t.is_virtual()) continue;
     ForEach(t, [&](int64_t dense, int64_t memory) {
-      StoreFloat(buffers[t.buffer], memory, t.dtype, out[dense]);
+      StoreFloat(buffers[t.buffer], t.offset + memory, t.dtype, out[dense]);
     });
   }
 }

@@ -48,11 +48,19 @@ nb::dict CallSiteType() {
   return type;
 }
 
+DType OfWidth(int64_t bytes) {
+  return bytes == ByteWidth(DType::kF32) ? DType::kF32 : DType::kBF16;
+}
+
 int64_t Workspace(const std::string& op, int64_t batch, int64_t m, int64_t n, int64_t itemsize,
-                  bool extra) {
+                  int64_t out_itemsize, bool lhs_transposed, bool extra,
+                  const std::string& packing) {
   Problem problem;
   problem.op = OpFromName(op);
-  problem.dtype = itemsize == ByteWidth(DType::kF32) ? DType::kF32 : DType::kBF16;
+  problem.dtype = OfWidth(itemsize);
+  problem.out_dtype = OfWidth(out_itemsize);
+  problem.lhs_transposed = lhs_transposed;
+  problem.packing = PackingFromName(packing);
   problem.batch = batch;
   problem.m = m;
   problem.n = n;
@@ -60,12 +68,33 @@ int64_t Workspace(const std::string& op, int64_t batch, int64_t m, int64_t n, in
   return WorkspaceBytes(problem);
 }
 
-nb::list RouteNames(const std::string& op, bool extra) {
+nb::list RouteNames(const std::string& op, bool extra, const std::string& packing) {
   Problem problem;
   problem.op = OpFromName(op);
   problem.extra = extra;
+  problem.packing = PackingFromName(packing);
   nb::list names;
   for (const RouteSpec& route : Routes(problem)) names.append(route.name);
+  return names;
+}
+
+nb::list Misaligned(const std::string& op, int64_t m, int64_t k, int64_t n,
+                    const std::string& packing) {
+  Problem problem;
+  problem.op = OpFromName(op);
+  problem.m = m;
+  problem.k = k;
+  problem.n = n;
+  problem.extra = problem.op != Op::kMatmul;
+  problem.packing = PackingFromName(packing);
+  nb::list names;
+  for (const RouteSpec& route : Routes(problem)) {
+    for (const GraphSpec& graph : route.graphs) {
+      for (const Tensor& t : graph.tensors) {
+        if (t.alignment(kFullAlignment) != kFullAlignment) names.append(t.name);
+      }
+    }
+  }
   return names;
 }
 
@@ -138,9 +167,15 @@ NB_MODULE(_ffi, m) {
         "Paths or sonames under which to look for libcudnn.");
   m.def("load_cudnn", &LoadCudnn, "Loads libcudnn; returns its version, e.g. 91900.");
   m.def("workspace_bytes", &Workspace, nb::arg("op"), nb::arg("batch"), nb::arg("m"), nb::arg("n"),
-        nb::arg("itemsize"), nb::arg("extra"),
+        nb::arg("itemsize"), nb::arg("out_itemsize"), nb::arg("lhs_transposed"), nb::arg("extra"),
+        nb::arg("packing"),
         "Size of the workspace result of a call on operands of `itemsize` bytes.");
-  m.def("routes", &RouteNames, nb::arg("op"), nb::arg("extra"), "Names of the routes of an op.");
+  m.def("routes", &RouteNames, nb::arg("op"), nb::arg("extra"), nb::arg("packing") = "",
+        "Names of the routes of an op.");
+  m.def("misaligned", &Misaligned, nb::arg("op"), nb::arg("m"), nb::arg("k"), nb::arg("n"),
+        nb::arg("packing"),
+        "Names of the bfloat16 tensors, by route and graph, that plans may not take for aligned "
+        "even in aligned buffers.");
   m.def("pick_fastest", &Pick, nb::arg("candidates"), nb::arg("timer"), nb::arg("budget_seconds"),
         "The tuner: (candidate, seconds) of the fastest; timer(candidate, repeats) gives seconds.");
   m.def("tune_op", &PickForOp, nb::arg("proposals"), nb::arg("routes"), nb::arg("build"),

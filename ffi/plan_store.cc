@@ -21,18 +21,20 @@
 namespace jax_swiglu {
 namespace {
 
-std::vector<int> BuffersInMemory(const GraphSpec& graph) {
-  std::vector<int> buffers;
+std::vector<Location> TensorsInMemory(const GraphSpec& graph) {
+  std::vector<Location> locations;
   for (const Tensor& t : graph.tensors) {
-    if (!t.is_virtual()) buffers.push_back(t.buffer);
+    if (!t.is_virtual()) locations.push_back({t.buffer, t.byte_offset()});
   }
-  return buffers;
+  return locations;
 }
 
-std::vector<void*> Pointers(const std::vector<int>& which, const Buffers& buffers) {
+std::vector<void*> Pointers(const std::vector<Location>& locations, const Buffers& buffers) {
   std::vector<void*> pointers;
-  pointers.reserve(which.size());
-  for (int buffer : which) pointers.push_back(buffers[buffer]);
+  pointers.reserve(locations.size());
+  for (const Location& at : locations) {
+    pointers.push_back(static_cast<char*>(buffers[at.buffer]) + at.byte_offset);
+  }
   return pointers;
 }
 
@@ -118,8 +120,8 @@ class PrivateBuffers {
       for (const GraphSpec& graph : route.graphs) {
         for (const Tensor& t : graph.tensors) {
           if (t.is_virtual()) continue;
-          const int64_t size = t.dims[0] * t.dims[1] * t.dims[2] * ByteWidth(t.dtype);
-          bytes[t.buffer] = (size + 255) / 256 * 256;
+          const int64_t size = (t.extent() * ByteWidth(t.dtype) + 255) / 256 * 256;
+          bytes[t.buffer] = std::max(bytes[t.buffer], size);
           dtypes[t.buffer] = t.dtype;
         }
       }
@@ -200,7 +202,7 @@ double TimeSteps(const std::vector<Step>& steps, const PrivateBuffers& memory, i
   CheckCuda(Driver().event_record(begin.get(), stream), "cuEventRecord");
   for (int i = 0; i < repeats; ++i) {
     for (const Step& step : steps) {
-      step.plan->Execute(handle, Pointers(step.buffers, memory.set(i)), memory.workspace());
+      step.plan->Execute(handle, Pointers(step.tensors, memory.set(i)), memory.workspace());
     }
   }
   CheckCuda(Driver().event_record(end.get(), stream), "cuEventRecord");
@@ -285,7 +287,7 @@ class Store {
       const bool chosen = colon != std::string::npos && &graph == &route.graphs.back();
       prepared->steps.push_back({chosen ? ProposedPlan(graph, proposal, alignment, device, stream)
                                         : FirstPlan(graph, alignment, device, stream),
-                                 BuffersInMemory(graph)});
+                                 TensorsInMemory(graph)});
     }
     return prepared;
   }
@@ -363,7 +365,7 @@ class Store {
     for (Candidate& c : candidates) {
       // A knob that the frontend does not know can only be had from the heuristics.
       if (c.plan == nullptr) c.plan = ProposedPlan(*c.graph, c.config.name, device, stream.get());
-      prepared->steps.push_back({c.plan, BuffersInMemory(*c.graph)});
+      prepared->steps.push_back({c.plan, TensorsInMemory(*c.graph)});
     }
     // A trial, which also loads the kernels before a CUDA graph is captured.
     try {
@@ -431,7 +433,7 @@ class Store {
       for (size_t i = 0; i < task.routes[route].size(); ++i) {
         const int graph = task.routes[route][i];
         all.push_back(
-            {candidate({graph, plans[graph]}).plan, BuffersInMemory(routes[route].graphs[i])});
+            {candidate({graph, plans[graph]}).plan, TensorsInMemory(routes[route].graphs[i])});
       }
       return all;
     };
@@ -447,7 +449,7 @@ class Store {
       return built;
     };
     task.time_plan = [&](PlanId id, int repeats) {
-      const Step step{candidate(id).plan, BuffersInMemory(*graphs[id.first])};
+      const Step step{candidate(id).plan, TensorsInMemory(*graphs[id.first])};
       const double seconds = TimeSteps({step}, memory, repeats, device, stream.get());
       Log("  %zu nodes, %s, %d runs: %.1f us", graphs[id.first]->nodes.size(),
           candidate(id).config.name.c_str(), repeats, seconds * 1e6);
@@ -565,7 +567,7 @@ std::shared_ptr<PlanCache> ThePlanCache() {
 void PreparedRoute::Execute(const Buffers& buffers, void* plan_workspace, CUstream stream) const {
   cudnnContext* handle = ThreadHandle(device, stream);
   for (const Step& step : steps) {
-    step.plan->Execute(handle, Pointers(step.buffers, buffers), plan_workspace);
+    step.plan->Execute(handle, Pointers(step.tensors, buffers), plan_workspace);
   }
   ++executions;
 }

@@ -18,10 +18,16 @@
 
 namespace jax_swiglu {
 
-// A plan, and which buffers of the call its tensors are.
+// Where a tensor begins.
+struct Location {
+  int buffer;
+  int64_t byte_offset;
+};
+
+// A plan, and where in the buffers of the call its tensors are.
 struct Step {
   std::shared_ptr<Plan> plan;
-  std::vector<int> buffers;
+  std::vector<Location> tensors;
 };
 
 struct PreparedRoute {

@@ -10,7 +10,7 @@ import importlib
 from types import ModuleType
 
 from jax_swiglu import _load
-from jax_swiglu._api import swiglu, swiglu_mlp
+from jax_swiglu._api import swiglu, swiglu_mlp, swiglu_mlp_packed
 from jax_swiglu._config import RESIDUAL_NAMES
 from jax_swiglu._explain import Explanation, Stage, explain
 from jax_swiglu._load import CUSTOM_CALLS
@@ -25,6 +25,7 @@ __all__ = [
     "explain",
     "swiglu",
     "swiglu_mlp",
+    "swiglu_mlp_packed",
 ]
 
 

@@ -12,15 +12,24 @@ from jax_swiglu._config import (
     CUDNN_DTYPES,
     HOST_DTYPES,
     IMPLEMENTATIONS,
+    PACKINGS,
     RESIDUAL_NAMES,
     RESIDUALS,
     WEIGHT_LAYOUTS,
     Config,
     Implementation,
+    PackedAxes,
     Residuals,
     WeightLayout,
 )
-from jax_swiglu._shapes import check_choice, check_operands, computation_dtype
+from jax_swiglu._partitioning import explicit_sharding
+from jax_swiglu._shapes import (
+    check_choice,
+    check_operands,
+    check_packed_operands,
+    computation_dtype,
+)
+from jax_swiglu.convert import Packing
 
 
 def configure(
@@ -30,6 +39,7 @@ def configure(
     residuals: Residuals,
     implementation: Implementation | None,
     residual_names: Sequence[str] = RESIDUAL_NAMES,
+    packing: Packing | None = None,
 ) -> Config:
     """Checks all arguments of a call and gathers what is static about it."""
     check_choice("weight_layout", weight_layout, WEIGHT_LAYOUTS)
@@ -39,7 +49,10 @@ def configure(
         raise ValueError(
             f"residual_names must be three names, of gate, up and h; got {residual_names!r}"
         )
-    check_operands(weight_layout, operands)
+    if packing is None:
+        check_operands(weight_layout, operands)
+    else:
+        check_packed_operands(packing, weight_layout, operands)
     compute = computation_dtype(dtype, list(operands.values()))
     for name, dtypes in (("cudnn", CUDNN_DTYPES), ("host", HOST_DTYPES)):
         if implementation == name and compute not in dtypes:
@@ -49,6 +62,7 @@ def configure(
                 'Pass dtype="bfloat16", or implementation=None to let XLA run it'
             )
     settings: Any = jax.config  # its attributes are made at run time
+    opened: Any = " ".join(packing._letters) if packing else ""
     return Config(
         dtype=compute,
         weight_layout=weight_layout,
@@ -56,6 +70,8 @@ def configure(
         implementation=None if implementation == "xla" else implementation,
         precision=settings.jax_default_matmul_precision,
         residual_names=(residual_names[0], residual_names[1], residual_names[2]),
+        packing=opened,
+        up_first=packing is not None and packing.up_first,
     )
 
 
@@ -146,6 +162,89 @@ def swiglu_mlp(
     """
     operands = _arrays(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     config = configure(operands, weight_layout, dtype, residuals, implementation, residual_names)
+    function = _vjp.swiglu_mlp_xla if implementation == "xla" else _vjp.swiglu_mlp
+    return function(config, *_vary_alike(operands.values()))
+
+
+def _check_packing(packing: Packing | str) -> Packing:
+    axes = packing.axes if isinstance(packing, Packing) else packing
+    if axes in ("H (I 2)", "(I 2) H"):
+        apart = axes.replace("I 2", "2 I")
+        given = packing if isinstance(packing, Packing) else f"Packing({axes!r})"
+        raise ValueError(
+            f"packing must keep gate and up apart, as {apart!r} does; got {axes!r}, in which they "
+            "alternate. Convert once, with jax_swiglu.convert: "
+            f"pack(*unpack(w_gate_up, {given}), Packing({apart!r}))"
+        )
+    check_choice("packing", axes, PACKINGS)
+    return packing if isinstance(packing, Packing) else Packing(axes)
+
+
+def _open(w_gate_up: jax.Array, packing: Packing) -> jax.Array:
+    """Gives gate and up a dimension of their own."""
+    shape = packing._split(w_gate_up.shape)
+    sharding = explicit_sharding(w_gate_up)
+    if len(shape) == w_gate_up.ndim or sharding is None:
+        return w_gate_up.reshape(shape)
+    # JAX would refuse to split 2 over more devices; I can be.
+    spec = list(sharding.spec)
+    spec.insert(packing._letters.index("2"), None)
+    return jax.lax.reshape(w_gate_up, shape, out_sharding=sharding.update(spec=tuple(spec)))
+
+
+def swiglu_mlp_packed(
+    x: ArrayLike,
+    w_gate_up: ArrayLike,
+    w_down: ArrayLike,
+    *,
+    packing: PackedAxes | Packing = "H 2 I",
+    weight_layout: WeightLayout = "in_out",
+    dtype: DTypeLike | None = None,
+    residuals: Residuals = "gate_up",
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """`swiglu_mlp` with one parameter that holds w_gate and w_up.
+
+        out = (silu(x @ w_gate) * (x @ w_up)) @ w_down
+
+    gate and up are views of the one array, which is neither sliced nor copied, and its gradient is
+    one array too. The gradient of x is one GEMM over both, and that of w_gate_up another; in the
+    packing "2 H I", which no single stride leads through, each is two.
+
+    Args:
+      x: `[..., H]`, any number of leading dimensions, zero-size allowed.
+      w_gate_up: w_gate and w_up in the shape that `packing` says.
+      w_down: `[I, O]`, or `[O, I]` with `weight_layout="out_in"`. O may differ from H.
+      packing: the dimensions of w_gate_up, outermost first; `2` selects gate or up. "H 2 I": gate
+        is `w_gate_up[:, 0, :]`. "2 H I", "2 I H": gate is `w_gate_up[0]`. Parentheses join two
+        dimensions: "H (2 I)" and "(2 I) H" have all of gate before all of up. Never guessed from
+        the shape. A `jax_swiglu.convert.Packing` can also say that up comes first.
+      weight_layout: of w_down alone, see `swiglu_mlp`.
+      dtype: see `swiglu_mlp`.
+      residuals: see `swiglu_mlp`.
+      implementation: see `swiglu_mlp`.
+
+    Returns:
+      `[..., O]` in the computation dtype.
+
+    Raises:
+      ValueError: a shape or an option does not fit, or gate and up alternate ("(I 2)").
+      TypeError: an operand or `dtype` is not floating-point.
+      NotImplementedError: the implementation asked for cannot run this here.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_swiglu as js
+      >>> x, w_gate_up, w_down = jnp.ones((4, 8)), jnp.ones((2 * 16, 8)), jnp.ones((8, 16))
+      >>> y = js.swiglu_mlp_packed(  # as Phi-3 stores them
+      ...     x, w_gate_up, w_down, packing="(2 I) H", weight_layout="out_in"
+      ... )
+      >>> y.shape
+      (4, 8)
+    """
+    packing = _check_packing(packing)
+    operands = _arrays(x=x, w_gate_up=w_gate_up, w_down=w_down)
+    config = configure(operands, weight_layout, dtype, residuals, implementation, packing)
+    operands["w_gate_up"] = _open(operands["w_gate_up"], packing)
     function = _vjp.swiglu_mlp_xla if implementation == "xla" else _vjp.swiglu_mlp
     return function(config, *_vary_alike(operands.values()))
 

@@ -34,7 +34,7 @@ def product_sharding(dims: Dims, lhs: Any, rhs: Any) -> NamedSharding:
     split: dict[str, Any] = {}
     for names, operand in zip(dims.operands, (lhs, rhs), strict=False):
         for name, part in zip(names, operand.sharding.spec, strict=True):
-            split[name] = split.get(name) or part
+            split[name] = None if name in dims.whole else split.get(name) or part
     taken: set[str] = set()
     spec = []
     for name in dims.results[0]:
@@ -182,7 +182,7 @@ def _summed(
     lhs, rhs = (
         dict(zip(*pair, strict=True)) for pair in zip(dims.operands, operands, strict=False)
     )
-    summed: dict[str, Axes] = dict.fromkeys(dims.contracted, ())
+    summed: dict[str, Axes] = dict.fromkeys(dims.summed, ())
     for split, other in ((lhs, rhs), (rhs, lhs)):
         # Where only one operand is split, each device takes its part of the other, unless that and
         # the result are split over the same axis elsewhere: then the first is gathered.
@@ -190,7 +190,7 @@ def _summed(
         taken |= {
             axis for name, axes in result.items() for axis in axes if axis in other.get(name, ())
         }
-        for name in dims.contracted:
+        for name in dims.summed:
             summed[name] = summed[name] or tuple(axis for axis in split[name] if axis not in taken)
     return summed
 
@@ -210,6 +210,7 @@ def _partition(
         mesh = mesh.numbered(*compass)
     names = dims.results[0]
     result_split = dict(zip(names, mesh.axes(results[0]), strict=True))
+    result_split |= dict.fromkeys(dims.whole, ())
     summed: dict[str, Axes] = {}
     if dims.summable:
         summed = _summed(dims, [mesh.axes(operand) for operand in operands[:2]], result_split)
@@ -308,8 +309,8 @@ def lower(
         partition=functools.partial(_partition, primitive, dims, params, mesh),
         sharding_rule=" -> ".join(", ".join(map(" ".join, group)) for group in groups),
         decode_shardings=False,
-        reduction_factors=dims.contracted if dims.summable else (),
-        need_replication_factors=() if dims.summable else dims.contracted,
+        reduction_factors=dims.summed,
+        need_replication_factors=dims.whole,
     )
     return mlir.lower_fun(call, multiple_results=True)(_with_devices(ctx), *operands)
 

@@ -39,13 +39,27 @@ def _product(op: str, lhs: Any, rhs: Any, params: OpParams) -> Any:
     )
 
 
-def _glu_fwd_avals(x: Any, w_gate: Any, w_up: Any, *, params: OpParams) -> list[Any]:
-    h = _product("glu_fwd", x, w_gate, params)
-    return [h, h, h] if params.extra else [h]
+def _glu_fwd_avals(x: Any, w_in: Any, *w_up: Any, params: OpParams) -> list[Any]:
+    h = _product("glu_fwd", x, w_in, params)
+    if not params.extra:
+        return [h]
+    if w_up:
+        return [h, h, h]
+    *rows, n = h.shape
+    *split_rows, split = h.sharding.spec
+    spec = PartitionSpec(*split_rows, None, split)
+    return [h, h.update(shape=(*rows, 2, n), sharding=NamedSharding(h.sharding.mesh, spec))]
 
 
-def _glu_bwd_avals(dout: Any, w_down: Any, gate: Any, up: Any, *, params: OpParams) -> list[Any]:
-    return [gate, up, gate] if params.extra else [gate, up]
+def _glu_bwd_avals(dout: Any, w_down: Any, gate: Any, *up: Any, params: OpParams) -> list[Any]:
+    if not params.extra:
+        return [gate, *up]
+    if up:
+        return [gate, *up, gate]
+    *rows, _, n = gate.shape
+    *split_rows, _, split = gate.sharding.spec
+    spec = PartitionSpec(*split_rows, split)
+    return [gate, gate.update(shape=(*rows, n), sharding=NamedSharding(gate.sharding.mesh, spec))]
 
 
 def _matmul_avals(a: Any, b: Any, *addend: Any, params: OpParams) -> list[Any]:
@@ -60,7 +74,17 @@ def _lower_ffi(
     lhs: Any = ctx.avals_in[0]
     *rows, n = out.shape
     batch, m = math.prod(rows[: params.batch_dims]), math.prod(rows[params.batch_dims :])
-    size = _ffi.workspace_bytes(op, batch, m, n, lhs.dtype.itemsize, params.extra)
+    size = _ffi.workspace_bytes(
+        op,
+        batch,
+        m,
+        n,
+        itemsize=lhs.dtype.itemsize,
+        out_itemsize=params.out_dtype.itemsize,
+        lhs_transposed=params.lhs_transposed,
+        extra=params.extra,
+        packing=params.packing,
+    )
     workspace = out.update(
         shape=(size,),
         dtype=np.dtype(np.uint8),
@@ -140,9 +164,16 @@ def _xla_computes(op: str, ctx: mlir.LoweringRuleContext, params: OpParams) -> s
     if _partitioning.device_mesh(ctx) is not None:  # decided for the part of one device
         return "nothing"
     lhs: Any = ctx.avals_in[0]
-    rows = math.prod(lhs.shape[params.batch_dims : -1])
     if params.lhs_transposed:
-        return "all" if rows <= MAX_XLA_WEIGHT_GRAD_ROWS else "nothing"
+        dims = dims_of(op, params, len(lhs.shape))
+        sizes = zip(dims.operands[0], lhs.shape, strict=True)
+        rows = math.prod(size for name, size in sizes if name in dims.contracted)
+        # XLA would have to transpose what it gets in the order H, 2, I.
+        few = rows <= MAX_XLA_WEIGHT_GRAD_ROWS and params.packing != "2 H I"
+        return "all" if few else "nothing"
+    if params.packing:
+        return "nothing"
+    rows = math.prod(lhs.shape[params.batch_dims : -1])
     # A call that returns gate and up can write them into stacks of residuals, in place, if nothing
     # else reads them.
     alone = params.extra if op == "glu_fwd" else op == "matmul" and not params.extra
@@ -284,6 +315,8 @@ def _make(
     )
     return primitive
 
+
+# Packed, gate and up are one operand or result, gate_up, and so are w_gate and w_up, dgate and dup.
 
 # (x, w_gate, w_up) -> (h,) or (h, gate, up)
 glu_fwd_p = _make("glu_fwd", _glu_fwd_avals, _reference.glu_fwd, lambda params: (0,))

@@ -4,6 +4,7 @@ Shapes are those of `_dims`. GEMM results are rounded to their dtype; the activa
 at least float32.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -12,20 +13,29 @@ import numpy as np
 from jax import lax
 
 from jax_swiglu._config import OpParams
-from jax_swiglu._dims import dims_of
+from jax_swiglu._dims import Dims, dims_of
 from jax_swiglu._partitioning import is_explicit, product_sharding
 
 
 def dot(a: jax.Array, b: jax.Array, params: OpParams) -> jax.Array:
     """`a @ b`; a transposed operand is stored the other way round."""
-    dims = dims_of("matmul", params, a.ndim)
+    return _contract(a, b, dims_of("matmul", params, a.ndim), params)
+
+
+def _contract(a: jax.Array, b: jax.Array, dims: Dims, params: OpParams) -> jax.Array:
+    names_a, names_b = dims.operands[:2]
     contract_a, contract_b = (
-        tuple(i for i, name in enumerate(names) if name in dims.contracted)
-        for names in dims.operands[:2]
+        tuple(names.index(name) for name in dims.contracted) for names in (names_a, names_b)
     )
     batch = tuple(range(params.batch_dims))
-    sharding = product_sharding(dims, jax.typeof(a), jax.typeof(b))
-    return lax.dot_general(
+    result = dims.results[0]
+    made = (
+        *names_a[: params.batch_dims],
+        *(name for name in names_a if name in result and name not in names_b),
+        *(name for name in names_b if name in result and name not in names_a),
+    )
+    sharding = product_sharding(dims._replace(results=(made,)), jax.typeof(a), jax.typeof(b))
+    out = lax.dot_general(
         a,
         b,
         ((contract_a, contract_b), (batch, batch)),
@@ -34,6 +44,7 @@ def dot(a: jax.Array, b: jax.Array, params: OpParams) -> jax.Array:
         # JAX cannot choose it where a contracted dimension is split over explicit axes.
         out_sharding=sharding if is_explicit(sharding) else None,
     )
+    return out if made == result else out.transpose([made.index(name) for name in result])
 
 
 def _sigmoid_slope(x: jax.Array) -> jax.Array:
@@ -79,26 +90,51 @@ def activation_grad(dh: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.
 Gemm = Callable[[jax.Array, jax.Array, OpParams], jax.Array]
 
 
+def halves(*gate_up: jax.Array, params: OpParams) -> tuple[jax.Array, jax.Array]:
+    """gate and up, of themselves or of the one array that holds both."""
+    if not params.packing:
+        gate, up = gate_up
+        return gate, up
+    first, second = (lax.index_in_dim(gate_up[0], i, -2, keepdims=False) for i in (0, 1))
+    return (second, first) if params.up_first else (first, second)
+
+
+def _join(gate_up: tuple[jax.Array, ...], params: OpParams) -> tuple[jax.Array, ...]:
+    if not params.packing:
+        return gate_up
+    return (jnp.stack(gate_up[::-1] if params.up_first else gate_up, axis=-2),)
+
+
+def gate_up(
+    x: jax.Array, *w_in: jax.Array, params: OpParams, gemm: Gemm = dot
+) -> tuple[jax.Array, ...]:
+    """The products of x with w_gate and w_up, or with the one array that holds both."""
+    if not params.packing:
+        return tuple(gemm(x, w, params) for w in w_in)
+    dims = dims_of("glu_fwd", dataclasses.replace(params, extra=True), x.ndim)
+    return (_contract(x, w_in[0], dims._replace(results=dims.results[1:]), params),)
+
+
 def glu_fwd(
-    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, params: OpParams, gemm: Gemm = dot
+    x: jax.Array, *w_in: jax.Array, params: OpParams, gemm: Gemm = dot
 ) -> tuple[jax.Array, ...]:
     """h = silu(x @ w_gate) * (x @ w_up), and with `extra` also gate and up."""
-    gate, up = gemm(x, w_gate, params), gemm(x, w_up, params)
-    h = activation(gate, up)
-    return (h, gate, up) if params.extra else (h,)
+    products = gate_up(x, *w_in, params=params, gemm=gemm)
+    h = activation(*halves(*products, params=params))
+    return (h, *products) if params.extra else (h,)
 
 
 def glu_bwd(
     dout: jax.Array,
     w_down: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
+    *gate_up: jax.Array,
     params: OpParams,
     gemm: Gemm = dot,
 ) -> tuple[jax.Array, ...]:
     """dgate and dup for dh = dout @ rhs, and with `extra` also h."""
-    dh = gemm(dout, w_down, params)
-    grads = activation_grad(dh, gate, up)
+    gate, up = halves(*gate_up, params=params)
+    dh = gemm(dout, w_down, dataclasses.replace(params, packing=""))
+    grads = _join(activation_grad(dh, gate, up), params)
     return (*grads, activation(gate, up)) if params.extra else grads
 
 

@@ -1,11 +1,16 @@
 """Checks of what users pass, with errors that say argument, expected, got and remedy."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+if TYPE_CHECKING:
+    from jax_swiglu.convert import Packing
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -16,14 +21,8 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 def check_operands(weight_layout: str, operands: dict[str, jax.Array]) -> None:
     """Checks x, w_gate, w_up and, if present, w_down."""
-    for name, value in operands.items():
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(
-                f"{name} must have a floating-point dtype; got {value.dtype}. Cast it first"
-            )
+    _check_kinds(operands)
     x, w_gate, w_up = (operands[name] for name in ("x", "w_gate", "w_up"))
-    if x.ndim == 0:
-        raise ValueError("x must have shape (..., H); got a scalar")
     names = ("H", "I") if weight_layout == "in_out" else ("I", "H")
     for name, value, dims in (
         ("w_gate", w_gate, names),
@@ -64,6 +63,51 @@ def check_operands(weight_layout: str, operands: dict[str, jax.Array]) -> None:
                 f"w_down must have shape {dims} with I={intermediate} to match w_gate of shape "
                 f"{w_gate.shape}; got {w_down.shape}"
             )
+
+
+def _check_kinds(operands: dict[str, jax.Array]) -> None:
+    for name, value in operands.items():
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(
+                f"{name} must have a floating-point dtype; got {value.dtype}. Cast it first"
+            )
+    if operands["x"].ndim == 0:
+        raise ValueError("x must have shape (..., H); got a scalar")
+
+
+def check_packed_operands(
+    packing: Packing, weight_layout: str, operands: dict[str, jax.Array]
+) -> None:
+    """Checks x, w_gate_up and w_down."""
+    _check_kinds(operands)
+    x, w_gate_up, w_down = operands.values()
+    expected = packing._expected()
+    if not packing._fits(w_gate_up.shape):
+        raise ValueError(
+            f"w_gate_up must have shape {expected} for {packing}; got {w_gate_up.shape}. "
+            "Pass the packing that it has"
+        )
+    sizes = dict(zip(packing._letters, packing._split(w_gate_up.shape), strict=True))
+    if x.shape[-1] != sizes["H"]:
+        raise ValueError(
+            f"x must have shape (..., H) with H={sizes['H']} to match w_gate_up of shape "
+            f"{expected}={w_gate_up.shape}; got x of shape {x.shape}. "
+            "Pass the packing that w_gate_up has"
+        )
+    dims = "(I, O)" if weight_layout == "in_out" else "(O, I)"
+    if w_down.ndim != 2:
+        raise ValueError(
+            f"w_down must have shape {dims} for weight_layout={weight_layout!r}; got {w_down.shape}"
+        )
+    axis = 0 if weight_layout == "in_out" else 1
+    if w_down.shape[axis] != sizes["I"]:
+        other = "out_in" if weight_layout == "in_out" else "in_out"
+        hint = f'; a w_down stored the other way round needs weight_layout="{other}"'
+        raise ValueError(
+            f"w_down must have shape {dims} with I={sizes['I']} to match w_gate_up of shape "
+            f"{expected}={w_gate_up.shape}; got {w_down.shape}"
+            + (hint if w_down.shape[1 - axis] == sizes["I"] else "")
+        )
 
 
 def computation_dtype(dtype: Any, operands: Sequence[jax.Array]) -> np.dtype:
