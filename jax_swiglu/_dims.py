@@ -32,9 +32,10 @@ class Dims(NamedTuple):
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """The dimensions of which every device has all."""
-        pair = (PAIR,) if any(PAIR in names for names in self.operands) else ()
-        return tuple(dict.fromkeys((*pair, *(() if self.summable else self.contracted))))
+        """The dimensions of which every device has all, in the order in which they appear."""
+        whole = {PAIR, *(() if self.summable else self.contracted)}
+        names = (name for operand in self.operands for name in operand)
+        return tuple(dict.fromkeys(name for name in names if name in whole))
 
 
 def dims_of(op: str, params: OpParams, lhs_rank: int) -> Dims:

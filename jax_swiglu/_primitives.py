@@ -168,9 +168,8 @@ def _xla_computes(op: str, ctx: mlir.LoweringRuleContext, params: OpParams) -> s
         dims = dims_of(op, params, len(lhs.shape))
         sizes = zip(dims.operands[0], lhs.shape, strict=True)
         rows = math.prod(size for name, size in sizes if name in dims.contracted)
-        # XLA would have to transpose what it gets in the order H, 2, I.
-        few = rows <= MAX_XLA_WEIGHT_GRAD_ROWS and params.packing != "2 H I"
-        return "all" if few else "nothing"
+        turned = _reference.gives_transposed(dims, params, lhs.dtype)
+        return "all" if rows <= MAX_XLA_WEIGHT_GRAD_ROWS and not turned else "nothing"
     if params.packing:
         return "nothing"
     rows = math.prod(lhs.shape[params.batch_dims : -1])

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jax_swiglu._config import OpParams
-from jax_swiglu._dims import Dims, dims_of
+from jax_swiglu._dims import PAIR, Dims, dims_of
 from jax_swiglu._partitioning import is_explicit, product_sharding
 
 
@@ -22,25 +22,40 @@ def dot(a: jax.Array, b: jax.Array, params: OpParams) -> jax.Array:
     return _contract(a, b, dims_of("matmul", params, a.ndim), params)
 
 
-def _contract(a: jax.Array, b: jax.Array, dims: Dims, params: OpParams) -> jax.Array:
-    names_a, names_b = dims.operands[:2]
-    contract_a, contract_b = (
-        tuple(names.index(name) for name in dims.contracted) for names in (names_a, names_b)
-    )
-    batch = tuple(range(params.batch_dims))
+def _plan(dims: Dims, batch_dims: int, mixed: bool) -> tuple[bool, tuple[str, ...]]:
+    """Whether to swap the operands of a product, and its dimensions in the order XLA makes them."""
+    a, b = dims.operands[:2]
     result = dims.results[0]
-    made = (
-        *names_a[: params.batch_dims],
-        *(name for name in names_a if name in result and name not in names_b),
-        *(name for name in names_b if name in result and name not in names_a),
-    )
-    sharding = product_sharding(dims._replace(results=(made,)), jax.typeof(a), jax.typeof(b))
+    # On the CPU, XLA (0.9 to 0.12) has no product of mixed dtypes in which the right operand
+    # contributes several dimensions.
+    swap = mixed and PAIR in b and PAIR in result
+    first, second = (b, a) if swap else (a, b)
+    free = [name for name in (*first, *second) if (name in a) != (name in b)]
+    return swap, (*a[:batch_dims], *free)
+
+
+def gives_transposed(dims: Dims, params: OpParams, dtype: np.dtype) -> bool:
+    """Whether the product that XLA makes has to be transposed."""
+    return _plan(dims, params.batch_dims, params.out_dtype != dtype)[1] != dims.results[0]
+
+
+def _contract(a: jax.Array, b: jax.Array, dims: Dims, params: OpParams) -> jax.Array:
+    mixed = params.out_dtype != a.dtype
+    swap, made = _plan(dims, params.batch_dims, mixed)
+    names, result = dims.operands[:2], dims.results[0]
+    sharding = product_sharding(dims, jax.typeof(a), jax.typeof(b))
+    split = dict(zip(result, sharding.spec, strict=True))
+    sharding = sharding.update(spec=tuple(split[name] for name in made))
+    if swap:
+        a, b, names = b, a, names[::-1]
+    contracted = [tuple(of.index(name) for name in dims.contracted) for of in names]
+    batch = tuple(range(params.batch_dims))
     out = lax.dot_general(
         a,
         b,
-        ((contract_a, contract_b), (batch, batch)),
+        (tuple(contracted), (batch, batch)),
         precision=params.precision,
-        preferred_element_type=None if params.out_dtype == a.dtype else params.out_dtype,
+        preferred_element_type=params.out_dtype if mixed else None,
         # JAX cannot choose it where a contracted dimension is split over explicit axes.
         out_sharding=sharding if is_explicit(sharding) else None,
     )

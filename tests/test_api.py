@@ -17,6 +17,7 @@ import jax_swiglu as js
 from jax_swiglu import _api, _explain, _load
 
 FUNCTIONS = [js.swiglu_mlp, js.swiglu, js.explain]
+PUBLIC = [*FUNCTIONS, js.swiglu_mlp_packed]
 functions = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 
 
@@ -31,6 +32,7 @@ def test_public_names():
         "explain",
         "swiglu",
         "swiglu_mlp",
+        "swiglu_mlp_packed",
     }
     assert Path(js.__file__).with_name("py.typed").exists()
 
@@ -68,7 +70,7 @@ def test_literal_types_list_all_choices():
     assert none is type(None)
 
 
-@functions
+@pytest.mark.parametrize("function", PUBLIC, ids=lambda f: f.__name__)
 def test_documentation(function):
     text = inspect.getdoc(function)
     for section in ("Args:", "Returns:", "Example:"):

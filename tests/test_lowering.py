@@ -166,7 +166,9 @@ def test_forward(implementation, dtype, layout):
     transposed = layout == "out_in"
     assert glu_fwd.flags == ("glu_fwd", False, transposed, False)
     assert down.flags == ("matmul", False, transposed, False)
-    assert glu_fwd.attributes.keys() == {"lhs_transposed", "rhs_transposed", "extra", "route"}
+    assert glu_fwd.attributes.keys() == {
+        *("lhs_transposed", "rhs_transposed", "extra", "route", "packing", "up_first")
+    }
     assert all(glu_fwd.is_argument(i, i) for i in (0, 1, 2)) and down.is_argument(1, 3)
     assert down.op.operands[0] == glu_fwd.op.results[0]
     # Nothing else is in the program.
