@@ -221,6 +221,9 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         # Flax: Hugging Face's models of transformers 4, and the layers of this package.
         "hf_flax": dataclasses.replace(_FLAX, module="model/layers/{layer}/mlp"),
         "swiglu_mlp": _FLAX,
+        "swiglu_mlp_packed": dataclasses.replace(
+            _FLAX, names=("gate_up_proj/kernel", "down_proj/kernel"), packing=Packing("H 2 I")
+        ),
         # MaxText, by `fused_mlp` and `scan_layers`.
         "maxtext": _MAXTEXT,
         "maxtext_fused": _MAXTEXT_FUSED,

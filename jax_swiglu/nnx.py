@@ -1,5 +1,6 @@
 """The SwiGLU-MLP as a Flax NNX module."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_swiglu._api import swiglu_mlp
+from jax_swiglu._api import swiglu_mlp, swiglu_mlp_packed
 from jax_swiglu._config import Implementation, Residuals
 
 try:
@@ -25,6 +26,35 @@ __all__ = ["SwiGLUMLP"]
 _default_init = nnx.initializers.lecun_normal()
 
 
+class _PackedKernel(nnx.Module):
+    """Holds a kernel ``[hidden, 2, intermediate]`` where ``nnx.Linear`` would hold its own.
+
+    Each half has the initial values and the metadata that a kernel of its own would have.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        param_dtype: DTypeLike,
+        kernel_init: Callable[..., Any],
+        rngs: nnx.Rngs,
+    ):
+        shape = (hidden, intermediate)
+        gate, up = (kernel_init(rngs.params(), shape, param_dtype) for _ in range(2))
+        if isinstance(gate, nnx.VariableMetadata):
+            metadata = dict(gate.metadata)
+            for name in ("out_sharding", "sharding"):  # the latter before Flax 0.12
+                if metadata.get(name):
+                    first, second = metadata[name]
+                    metadata[name] = (first, None, second)
+            value = jnp.stack([gate.raw_value, up.raw_value], axis=1)
+            gate_up = dataclasses.replace(gate, raw_value=value, metadata=metadata)
+        else:
+            gate_up = jnp.stack([gate, up], axis=1)
+        self.kernel = nnx.Param(gate_up)
+
+
 class SwiGLUMLP(nnx.Module):
     """SwiGLU-MLP layer, a drop-in for three bias-free ``nnx.Linear`` layers.
 
@@ -39,6 +69,11 @@ class SwiGLUMLP(nnx.Module):
     hold the kernels: the layer never calls them, so replacing one by a module that
     computes something else (an adapter, say) has no effect on the result.
 
+    With ``packed=True`` there are ``gate_up_proj.kernel`` ``[hidden, 2, intermediate]``,
+    with gate at index 0, and ``down_proj.kernel``, with the same initial values.
+    :mod:`jax_swiglu.convert` turns the parameters of one into those of the other, as the
+    formats ``"swiglu_mlp"`` and ``"swiglu_mlp_packed"``.
+
     Args:
       hidden: Size of the last dimension of the input.
       intermediate: Size of the gated hidden dimension.
@@ -47,13 +82,15 @@ class SwiGLUMLP(nnx.Module):
         together, as Flax layers do.
       param_dtype: Dtype of the kernels, and so of their gradients.
       kernel_init: Initializer of the gate and up kernels. Wrap it in
-        ``nnx.with_partitioning`` to attach sharding metadata. Flax then splits each
+        ``nnx.with_partitioning`` to attach sharding metadata, with the two names of
+        ``[hidden, intermediate]`` also where they are packed. Flax then splits each
         kernel over the mesh of the context (``jax.set_mesh``), which must be there;
         docs/training.md says how to never make a whole kernel.
       down_kernel_init: Initializer of the down kernel, whose dimensions are the other
         way round and so are sharded by other names; ``None`` means ``kernel_init``.
       implementation: Passed on to :func:`jax_swiglu.swiglu_mlp`.
       residuals: Passed on to :func:`jax_swiglu.swiglu_mlp`.
+      packed: Whether gate and up are one parameter, see above.
       rngs: Random streams; ``params`` is drawn from once per kernel.
 
     Example:
@@ -80,6 +117,7 @@ class SwiGLUMLP(nnx.Module):
         down_kernel_init: Callable[..., Any] | None = None,
         implementation: Implementation | None = None,
         residuals: Residuals = "gate_up",
+        packed: bool = False,
         rngs: nnx.Rngs,
     ):
         def linear(n_in: int, n_out: int, init: Callable[..., Any]) -> nnx.Linear:
@@ -100,8 +138,12 @@ class SwiGLUMLP(nnx.Module):
         self.param_dtype = param_dtype
         self.implementation: Implementation | None = implementation
         self.residuals: Residuals = residuals
-        self.gate_proj = linear(hidden, intermediate, kernel_init)
-        self.up_proj = linear(hidden, intermediate, kernel_init)
+        self.packed = packed
+        if packed:
+            self.gate_up_proj = _PackedKernel(hidden, intermediate, param_dtype, kernel_init, rngs)
+        else:
+            self.gate_proj = linear(hidden, intermediate, kernel_init)
+            self.up_proj = linear(hidden, intermediate, kernel_init)
         self.down_proj = linear(intermediate, self.out, down_kernel_init or kernel_init)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -116,11 +158,10 @@ class SwiGLUMLP(nnx.Module):
         Raises:
           ValueError: The last dimension of ``x`` is not ``hidden``.
         """
-        return swiglu_mlp(
+        held = (self.gate_up_proj,) if self.packed else (self.gate_proj, self.up_proj)
+        return (swiglu_mlp_packed if self.packed else swiglu_mlp)(
             x,
-            self.gate_proj.kernel[...],
-            self.up_proj.kernel[...],
-            self.down_proj.kernel[...],
+            *(linear.kernel[...] for linear in (*held, self.down_proj)),
             dtype=self.dtype,
             residuals=self.residuals,
             implementation=self.implementation,

@@ -22,7 +22,13 @@ import pytest
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 # Flax and Optax promote dtypes themselves.
-PROMOTING = {"test_flax.py", "test_flax_sharding.py", "test_train_lm.py", "test_train_sharded.py"}
+PROMOTING = {
+    "test_flax.py",
+    "test_flax_packed.py",
+    "test_flax_sharding.py",
+    "test_train_lm.py",
+    "test_train_sharded.py",
+}
 
 
 @pytest.fixture(autouse=True)
