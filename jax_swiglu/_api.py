@@ -166,7 +166,7 @@ def swiglu_mlp(
     return function(config, *_vary_alike(operands.values()))
 
 
-def _check_packing(packing: Packing | str) -> Packing:
+def _check_packing(packing: PackedAxes | Packing) -> Packing:
     axes = packing.axes if isinstance(packing, Packing) else packing
     if axes in ("H (I 2)", "(I 2) H"):
         apart = axes.replace("I 2", "2 I")

@@ -15,11 +15,24 @@ def set_cudnn_candidates(candidates: Sequence[str]) -> None:
 def load_cudnn() -> int:
     """Loads libcudnn; returns its version, e.g. 91900."""
 
-def workspace_bytes(op: str, batch: int, m: int, n: int, itemsize: int, extra: bool) -> int:
+def workspace_bytes(
+    op: str,
+    batch: int,
+    m: int,
+    n: int,
+    itemsize: int,
+    out_itemsize: int,
+    lhs_transposed: bool,
+    extra: bool,
+    packing: str,
+) -> int:
     """Size of the workspace result of a call on operands of `itemsize` bytes."""
 
-def routes(op: str, extra: bool) -> list[str]:
+def routes(op: str, extra: bool, packing: str = "") -> list[str]:
     """Names of the routes of an op."""
+
+def misaligned(op: str, m: int, k: int, n: int, packing: str) -> list[str]:
+    """Names of the bfloat16 tensors that plans may not take for aligned even in aligned buffers."""
 
 def pick_fastest(
     candidates: int, timer: Callable[[int, int], float], budget_seconds: float

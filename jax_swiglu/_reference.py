@@ -48,12 +48,12 @@ def _contract(a: jax.Array, b: jax.Array, dims: Dims, params: OpParams) -> jax.A
     sharding = sharding.update(spec=tuple(split[name] for name in made))
     if swap:
         a, b, names = b, a, names[::-1]
-    contracted = [tuple(of.index(name) for name in dims.contracted) for of in names]
+    contract_a, contract_b = (tuple(of.index(name) for name in dims.contracted) for of in names)
     batch = tuple(range(params.batch_dims))
     out = lax.dot_general(
         a,
         b,
-        (tuple(contracted), (batch, batch)),
+        ((contract_a, contract_b), (batch, batch)),
         precision=params.precision,
         preferred_element_type=params.out_dtype if mixed else None,
         # JAX cannot choose it where a contracted dimension is split over explicit axes.

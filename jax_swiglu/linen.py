@@ -135,10 +135,11 @@ class SwiGLUMLP(nn.Module):
         out = hidden if self.out is None else self.out
         gate_up = (hidden, self.intermediate, self.kernel_init)
         if self.packed:
-            w_in = (kernel("gate_up_proj", *gate_up, _PackedKernel),)
+            w_in = (kernel("gate_up_proj", *gate_up, kind=_PackedKernel),)
         else:
             w_in = (kernel("gate_proj", *gate_up), kernel("up_proj", *gate_up))
-        return (swiglu_mlp_packed if self.packed else swiglu_mlp)(
+        mlp: Callable[..., jax.Array] = swiglu_mlp_packed if self.packed else swiglu_mlp
+        return mlp(
             x,
             *w_in,
             kernel("down_proj", self.intermediate, out, self.down_kernel_init or self.kernel_init),

@@ -159,7 +159,8 @@ class SwiGLUMLP(nnx.Module):
           ValueError: The last dimension of ``x`` is not ``hidden``.
         """
         held = (self.gate_up_proj,) if self.packed else (self.gate_proj, self.up_proj)
-        return (swiglu_mlp_packed if self.packed else swiglu_mlp)(
+        mlp: Callable[..., jax.Array] = swiglu_mlp_packed if self.packed else swiglu_mlp
+        return mlp(
             x,
             *(linear.kernel[...] for linear in (*held, self.down_proj)),
             dtype=self.dtype,

@@ -191,11 +191,10 @@ def test_weight_gradients_of_float32_weights_skip_bfloat16(implementation, axes)
 # Transformations.
 
 
-@open_axes
 @pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
 @pytest.mark.parametrize("residuals", ["gate_up", "full", "input"])
-def test_frozen_operands(residuals, argnums, axes):
-    packing = Packing(axes)
+def test_frozen_operands(residuals, argnums):
+    packing = Packing("H 2 I")
     inputs = draw(5, 6, 10, 4, "float32")
     *args, dout = map(jnp.asarray, stored(inputs, packing))
     function = op(packing, implementation="host", residuals=residuals)
@@ -459,9 +458,11 @@ def einsum_mlp(axes, x, w_gate_up, w_down):
     return (jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]) @ w_down
 
 
-@pytest.mark.parametrize("gradients", ["anywhere", "as the operands"])
+@pytest.mark.parametrize(
+    ("axes", "gradients"),
+    [("H 2 I", "anywhere"), *((axes, "as the operands") for axes in OPEN)],
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@open_axes
 def test_values_and_communication(axes, layout, gradients):
     inputs = draw(M, H, I, H, "float32")
     shardings, args = place(layout, axes, inputs)
@@ -541,10 +542,12 @@ def test_pairs_are_never_split(axes, kind, split_pairs):
     assert got[2].sharding.is_equivalent_to(shardings[1], got[2].ndim)
 
 
-@pytest.mark.parametrize("implementation", ["host", "xla", None])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("implementation", "layout"),
+    [*(("host", layout) for layout in LAYOUTS), ("xla", "FSDP and tensor"), (None, "FSDP")],
+)
 @open_axes
-def test_explicit_mesh(axes, layout, implementation):
+def test_explicit_mesh(axes, implementation, layout):
     inputs = draw(M, H, I, H, "float32")
     shardings, args = place(layout, axes, inputs, AxisType.Explicit)
     got = jax.jit(functools.partial(with_grads, op(axes, implementation=implementation)))(*args)
