@@ -201,6 +201,7 @@ def swiglu_mlp_packed(
     weight_layout: WeightLayout = "in_out",
     dtype: DTypeLike | None = None,
     residuals: Residuals = "gate_up",
+    residual_names: Sequence[str] = RESIDUAL_NAMES,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """`swiglu_mlp` with one parameter that holds w_gate and w_up.
@@ -222,6 +223,7 @@ def swiglu_mlp_packed(
       weight_layout: of w_down alone, see `swiglu_mlp`.
       dtype: see `swiglu_mlp`.
       residuals: see `swiglu_mlp`.
+      residual_names: see `swiglu_mlp`; gate and up are one array here, which has the first name.
       implementation: see `swiglu_mlp`.
 
     Returns:
@@ -243,7 +245,9 @@ def swiglu_mlp_packed(
     """
     packing = _check_packing(packing)
     operands = _arrays(x=x, w_gate_up=w_gate_up, w_down=w_down)
-    config = configure(operands, weight_layout, dtype, residuals, implementation, packing)
+    config = configure(
+        operands, weight_layout, dtype, residuals, implementation, residual_names, packing
+    )
     operands["w_gate_up"] = _open(operands["w_gate_up"], packing)
     function = _vjp.swiglu_mlp_xla if implementation == "xla" else _vjp.swiglu_mlp
     return function(config, *_vary_alike(operands.values()))

@@ -242,10 +242,10 @@ swiglu_mlp.defvjp(_swiglu_mlp_fwd, _swiglu_mlp_bwd, symbolic_zeros=True)
 
 
 def swiglu_xla(config: Config, x: jax.Array, *w_in: jax.Array) -> jax.Array:
-    x, *w_in = (a.astype(config.dtype) for a in (x, *w_in))
+    operands = [a.astype(config.dtype) for a in (x, *w_in)]
     params = _glu_fwd_params(config, "", save=True)
     *gate_up_names, h_name = config.residual_names
-    products = _reference.gate_up(x, *w_in, params=params)
+    products = _reference.gate_up(*operands, params=params)
     gate, up = _reference.halves(*map(checkpoint_name, products, gate_up_names), params=params)
     return checkpoint_name(_reference.activation(gate, up), h_name)
 
