@@ -18,7 +18,7 @@ from _reference64 import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_lowering import lower
-from test_sharding import H, I, M, collective_bytes, make_mesh
+from test_sharding import collective_bytes
 
 import jax_swiglu as js
 from jax_swiglu import _ffi, _vjp
@@ -440,6 +440,7 @@ def test_alignment_of_halves(axes, op_name, sizes, names):
 
 # Several devices.
 
+M, H, I = 32, 16, 48
 ROWS = ("data", "fsdp")
 LAYOUTS = {
     "data parallel": ((2, 2, 2), P(("data", "fsdp", "tensor")), {}, P()),
@@ -453,6 +454,10 @@ LAYOUTS = {
         P("tensor", "fsdp"),
     ),
 }
+
+
+def make_mesh(shape, kind=AxisType.Auto):
+    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
 
 
 def place(layout, axes, inputs, kind=AxisType.Auto):
