@@ -26,6 +26,7 @@ functions = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__nam
 
 def test_public_names():
     assert set(js.__all__) == {
+        "CUSTOM_CALLS",
         "RESIDUAL_NAMES",
         "Explanation",
         "Stage",

@@ -217,6 +217,10 @@ ONE_LAYER = {
     **dict.fromkeys(("glm4", "phi3"), phi3),
     "hf_flax": lambda g, u, d: {"model": {"layers": {"1": {"mlp": flax(g, u, d)}}}},
     "swiglu_mlp": flax,
+    "swiglu_mlp_packed": lambda g, u, d: {
+        "gate_up_proj": {"kernel": np.stack([g, u], axis=-2)},
+        "down_proj": {"kernel": d},
+    },
     "maxtext": maxtext,
     "maxtext_fused": maxtext_fused,
     "gemma_flax": lambda g, u, d: {
@@ -279,7 +283,7 @@ def test_arrays_are_views_and_saved_ones_contiguous(name):
     assert all(w.flags.c_contiguous for w in jax.tree.leaves(saved))
 
 
-@pytest.mark.parametrize("name", [name for name in DISTINCT if name != "swiglu_mlp"])
+@pytest.mark.parametrize("name", [name for name in DISTINCT if "{layer}" in FORMATS[name].module])
 @layouts
 def test_stacking_over_layers(name, weight_layout):
     layers = [weights_of(6, 64, seed) for seed in range(LAYERS)]

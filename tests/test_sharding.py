@@ -422,7 +422,12 @@ def test_partly_manual_mesh(shape, manual, kind):
         for which in ("host", "xla")
     )
     check_all(ours(*args), inputs)
-    check_communication(f"{case_id(shape)}, manual {sorted(manual)}, {kind}", ours, plain)
+    if kind == AxisType.Explicit and jax.__version_info__[:2] == (0, 10):
+        # JAX 0.10 forgets how operands are split there and gathers them, in plain JAX even more.
+        moved, allowed = (sum(collective_bytes(p.as_text()).values()) for p in (ours, plain))
+        assert moved <= allowed
+    else:
+        check_communication(f"{case_id(shape)}, manual {sorted(manual)}, {kind}", ours, plain)
 
 
 def test_shard_map_inside_another():
