@@ -10,6 +10,7 @@ import importlib
 from types import ModuleType
 
 from jax_swiglu import _load
+from jax_swiglu import convert as convert
 from jax_swiglu._api import swiglu, swiglu_mlp, swiglu_mlp_packed
 from jax_swiglu._config import RESIDUAL_NAMES
 from jax_swiglu._explain import Explanation, Stage, explain
@@ -30,8 +31,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports what not everybody needs when it is asked for; Flax may not even be there."""
-    if name in ("convert", "linen", "nnx"):
+    """Imports the Flax layers when they are asked for: Flax is optional."""
+    if name in ("linen", "nnx"):
         return importlib.import_module(f"jax_swiglu.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -239,7 +239,7 @@ def _partition(
         (out,) = primitive.bind(a, b, params=params.as_gemm())
         shape = mesh.sharding(names, result_split).shard_shape(results[0].shape)
         where = {"scattered": tuple(scattered), "reduced": reduced}
-        return (_device_sum_p.bind(out, *addend, shape=shape, **where),)
+        return tuple(_device_sum_p.bind(out, *addend, shape=shape, **where))
 
     operand_shardings = (
         # What has the shape of the result is split as it is.
@@ -257,29 +257,36 @@ def _device_sum(
     shape: tuple[int, ...],
     scattered: Sequence[tuple[int, Axes]],
     reduced: Axes,
-) -> jax.Array:
+) -> tuple[jax.Array]:
     """The sum over devices, plus the addend; each device gets its part of scattered dimensions."""
     del shape
     for dimension, axes in scattered:
         x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
     if reduced:
         x = jax.lax.psum(x, reduced)
-    return x + addend[0] if addend else x
+    return (x + addend[0] if addend else x,)
 
 
-def _lower_device_sum(
-    ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
+def lower_function(
+    function: Callable[..., tuple[jax.Array, ...]],
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    **params: Any,
 ) -> Sequence[Any]:
-    # Under `jax.set_mesh` with explicit axes, JAX (0.9 to 0.12) would annotate what is computed
-    # here with shardings, which XLA refuses inside the part of one device.
-    with jax.sharding.use_abstract_mesh(_mesh({})):
-        summed = functools.partial(_device_sum, **params)
-        return mlir.lower_fun(summed, multiple_results=False)(ctx, *operands)
+    """Lowers a function of JAX on the mesh that the types of its operands have.
+
+    In the part of one device there is none, while that of `jax.set_mesh` is still around: JAX (0.9
+    to 0.12) would annotate what is computed there with shardings that XLA refuses.
+    """
+    lhs: Any = ctx.avals_in[0]
+    with jax.sharding.use_abstract_mesh(lhs.sharding.mesh):
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
 
 
 _device_sum_p = Primitive("jax_swiglu_device_sum")
-_device_sum_p.def_abstract_eval(lambda x, *_, shape, **__: x.update(shape=shape))
-mlir.register_lowering(_device_sum_p, _lower_device_sum)
+_device_sum_p.def_abstract_eval(lambda x, *_, shape, **__: [x.update(shape=shape)])
+_device_sum_p.multiple_results = True
+mlir.register_lowering(_device_sum_p, functools.partial(lower_function, _device_sum))
 
 
 def lower(

@@ -100,12 +100,12 @@ def _lower_ffi(
 def _lower_call(
     primitive: Primitive,
     op: str,
+    mesh: _partitioning.DeviceMesh | None,
     ctx: mlir.LoweringRuleContext,
     *operands: Any,
     params: OpParams,
 ) -> Sequence[Any]:
     """The custom call; where the program spans devices, behind a rule for the partitioner."""
-    mesh = _partitioning.device_mesh(ctx)
     if mesh is not None:
         if ctx.module_context.lowering_parameters.for_export:
             raise NotImplementedError(
@@ -161,8 +161,6 @@ def _xla_computes(op: str, ctx: mlir.LoweringRuleContext, params: OpParams) -> s
     """What is left to XLA on a GPU: "all", the "elementwise" part, or "nothing"."""
     if params.implementation == "cudnn" or params.route:
         return "nothing"
-    if _partitioning.device_mesh(ctx) is not None:  # decided for the part of one device
-        return "nothing"
     lhs: Any = ctx.avals_in[0]
     if params.lhs_transposed:
         dims = dims_of(op, params, len(lhs.shape))
@@ -204,12 +202,14 @@ def _lower_cuda(
     if obstacle is not None and dtype in CUDNN_DTYPES:
         _warn_once(f"jax_swiglu runs on XLA: {obstacle}")
     if obstacle is None and _is_static_and_full(ctx, params):
-        left_to_xla = _xla_computes(op, ctx, params)
+        mesh = _partitioning.device_mesh(ctx)
+        # With several devices, the part of each decides.
+        left_to_xla = "nothing" if mesh is not None else _xla_computes(op, ctx, params)
         if left_to_xla == "nothing":
-            return _lower_call(primitive, op, ctx, *operands, params=params)
+            return _lower_call(primitive, op, mesh, ctx, *operands, params=params)
         if left_to_xla == "elementwise":
             reference = functools.partial(reference, gemm=_gemm)
-    return _lower_reference(reference, ctx, *operands, params=params)
+    return _partitioning.lower_function(reference, ctx, *operands, params=params)
 
 
 def _lower_default(
@@ -232,18 +232,9 @@ def _lower_default(
                 f'implementation="host" runs {", ".join(str(d) for d in HOST_DTYPES)}; got '
                 f'{dtype}. Use implementation=None or "xla"'
             )
-        return _lower_call(primitive, op, ctx, *operands, params=params)
-    return _lower_reference(reference, ctx, *operands, params=params)
-
-
-def _lower_reference(
-    reference: Reference, ctx: mlir.LoweringRuleContext, *operands: Any, params: OpParams
-) -> Sequence[Any]:
-    lhs: Any = ctx.avals_in[0]
-    # In the part of one device there is no mesh, while that of `jax.set_mesh` is still around: JAX
-    # (0.9 to 0.12) would annotate what is computed here with shardings that XLA refuses.
-    with jax.sharding.use_abstract_mesh(lhs.sharding.mesh):
-        return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands, params=params)
+        mesh = _partitioning.device_mesh(ctx)
+        return _lower_call(primitive, op, mesh, ctx, *operands, params=params)
+    return _partitioning.lower_function(reference, ctx, *operands, params=params)
 
 
 def _jvp(

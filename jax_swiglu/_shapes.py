@@ -19,60 +19,39 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise ValueError(f"{name} must be one of {expected}; got {value!r}")
 
 
+def weight_dims(weight_layout: str) -> tuple[tuple[str, str], ...]:
+    """Names of the dimensions of gate, up and down."""
+    dims = (("H", "I"), ("H", "I"), ("I", "O"))
+    return dims if weight_layout == "in_out" else tuple((b, a) for a, b in dims)
+
+
+def _other(weight_layout: str) -> str:
+    return "out_in" if weight_layout == "in_out" else "in_out"
+
+
 def check_operands(weight_layout: str, operands: dict[str, jax.Array]) -> None:
     """Checks x, w_gate, w_up and, if present, w_down."""
     _check_kinds(operands)
-    x, w_gate, w_up = (operands[name] for name in ("x", "w_gate", "w_up"))
-    names = ("H", "I") if weight_layout == "in_out" else ("I", "H")
-    for name, value, dims in (
-        ("w_gate", w_gate, names),
-        ("w_up", w_up, names),
-        *(
-            (("w_down", operands["w_down"], ("I", "O") if names[0] == "H" else ("O", "I")),)
-            if "w_down" in operands
-            else ()
-        ),
-    ):
-        if value.ndim != 2:
-            raise ValueError(
-                f"{name} must have shape ({dims[0]}, {dims[1]}) for "
-                f"weight_layout={weight_layout!r}; got {value.shape}"
-            )
-    hidden_axis = names.index("H")
-    hidden, intermediate = w_gate.shape[hidden_axis], w_gate.shape[1 - hidden_axis]
-    sizes = (hidden, intermediate) if hidden_axis == 0 else (intermediate, hidden)
-    if x.shape[-1] != hidden:
-        other = "out_in" if weight_layout == "in_out" else "in_out"
-        hint = f'; weights stored as {w_gate.shape} need weight_layout="{other}"'
+    x, *weights = operands.values()
+    w_gate, w_up, *w_down = weights
+    dims = weight_dims(weight_layout)
+    for name, value, of in zip(("w_gate", "w_up", "w_down"), weights, dims, strict=False):
+        _check_matrix(name, value, of, weight_layout)
+    sizes = dict(zip(dims[0], w_gate.shape, strict=True))
+    in_dims = f"({', '.join(dims[0])})"
+    if x.shape[-1] != sizes["H"]:
+        hint = f'; weights stored as {w_gate.shape} need weight_layout="{_other(weight_layout)}"'
         raise ValueError(
-            f"x must have shape (..., H) with H={hidden} to match w_gate of shape "
-            f"({names[0]}, {names[1]})={w_gate.shape}; got x of shape {x.shape}"
-            + (hint if x.shape[-1] == intermediate else "")
+            f"x must have shape (..., H) with H={sizes['H']} to match w_gate of shape "
+            f"{in_dims}={w_gate.shape}; got x of shape {x.shape}"
+            + (hint if x.shape[-1] == sizes["I"] else "")
         )
     if w_up.shape != w_gate.shape:
         raise ValueError(
-            f"w_up must have shape ({names[0]}, {names[1]})={sizes} to match w_gate; "
-            f"got {w_up.shape}"
+            f"w_up must have shape {in_dims}={w_gate.shape} to match w_gate; got {w_up.shape}"
         )
-    if "w_down" in operands:
-        w_down = operands["w_down"]
-        axis = 0 if weight_layout == "in_out" else 1
-        if w_down.shape[axis] != intermediate:
-            dims = "(I, O)" if weight_layout == "in_out" else "(O, I)"
-            raise ValueError(
-                f"w_down must have shape {dims} with I={intermediate} to match w_gate of shape "
-                f"{w_gate.shape}; got {w_down.shape}"
-            )
-
-
-def _check_kinds(operands: dict[str, jax.Array]) -> None:
-    for name, value in operands.items():
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(
-                f"{name} must have a floating-point dtype; got {value.dtype}. Cast it first"
-            )
-    if operands["x"].ndim == 0:
-        raise ValueError("x must have shape (..., H); got a scalar")
+    for value in w_down:
+        _check_down(value, weight_layout, sizes["I"], f"w_gate of shape {w_gate.shape}")
 
 
 def check_packed_operands(
@@ -88,25 +67,45 @@ def check_packed_operands(
             "Pass the packing that it has"
         )
     sizes = dict(zip(packing._letters, packing._split(w_gate_up.shape), strict=True))
+    match = f"w_gate_up of shape {expected}={w_gate_up.shape}"
     if x.shape[-1] != sizes["H"]:
         raise ValueError(
-            f"x must have shape (..., H) with H={sizes['H']} to match w_gate_up of shape "
-            f"{expected}={w_gate_up.shape}; got x of shape {x.shape}. "
-            "Pass the packing that w_gate_up has"
+            f"x must have shape (..., H) with H={sizes['H']} to match {match}; "
+            f"got x of shape {x.shape}. Pass the packing that w_gate_up has"
         )
-    dims = "(I, O)" if weight_layout == "in_out" else "(O, I)"
-    if w_down.ndim != 2:
+    _check_matrix("w_down", w_down, weight_dims(weight_layout)[2], weight_layout)
+    hint = f'; a w_down stored the other way round needs weight_layout="{_other(weight_layout)}"'
+    _check_down(w_down, weight_layout, sizes["I"], match, hint)
+
+
+def _check_kinds(operands: dict[str, jax.Array]) -> None:
+    for name, value in operands.items():
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(
+                f"{name} must have a floating-point dtype; got {value.dtype}. Cast it first"
+            )
+    if operands["x"].ndim == 0:
+        raise ValueError("x must have shape (..., H); got a scalar")
+
+
+def _check_matrix(name: str, value: jax.Array, dims: tuple[str, str], weight_layout: str) -> None:
+    if value.ndim != 2:
         raise ValueError(
-            f"w_down must have shape {dims} for weight_layout={weight_layout!r}; got {w_down.shape}"
+            f"{name} must have shape ({', '.join(dims)}) for weight_layout={weight_layout!r}; "
+            f"got {value.shape}"
         )
-    axis = 0 if weight_layout == "in_out" else 1
-    if w_down.shape[axis] != sizes["I"]:
-        other = "out_in" if weight_layout == "in_out" else "in_out"
-        hint = f'; a w_down stored the other way round needs weight_layout="{other}"'
+
+
+def _check_down(
+    w_down: jax.Array, weight_layout: str, intermediate: int, match: str, turned: str = ""
+) -> None:
+    """Checks I of w_down; `turned` is what to say where its other dimension has that size."""
+    dims = weight_dims(weight_layout)[2]
+    size, other = w_down.shape if dims[0] == "I" else w_down.shape[::-1]
+    if size != intermediate:
         raise ValueError(
-            f"w_down must have shape {dims} with I={sizes['I']} to match w_gate_up of shape "
-            f"{expected}={w_gate_up.shape}; got {w_down.shape}"
-            + (hint if w_down.shape[1 - axis] == sizes["I"] else "")
+            f"w_down must have shape ({', '.join(dims)}) with I={intermediate} to match {match}; "
+            f"got {w_down.shape}" + (turned if other == intermediate else "")
         )
 
 

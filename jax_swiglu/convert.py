@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_swiglu._config import WEIGHT_LAYOUTS, WeightLayout
-from jax_swiglu._shapes import check_choice
+from jax_swiglu._shapes import check_choice, weight_dims
 
 __all__ = [
     "FORMATS",
@@ -533,7 +533,7 @@ def _read(
         if bias != path and _find(state, bias, spec._separator) is not None:
             raise ValueError(f"{bias!r} is there, but a SwiGLU-MLP here has no biases")
     arrays = [_array(path, value) for path, value in found.items()]
-    dims = _dims(spec.weight_layout)
+    dims = weight_dims(spec.weight_layout)
     stored = dims if spec.packing is None else (spec.packing._dims, dims[2])
     for i, (path, x) in enumerate(zip(paths, arrays, strict=True)):
         expected = list(stored[i])
@@ -574,18 +574,12 @@ def _is_index(value: Any) -> bool:
     return integral and bool(value >= 0)
 
 
-def _dims(weight_layout: WeightLayout) -> tuple[tuple[str, ...], ...]:
-    """Names of the dimensions of gate, up and down."""
-    dims = (("H", "I"), ("H", "I"), ("I", "O"))
-    return dims if weight_layout == "in_out" else tuple(d[::-1] for d in dims)
-
-
 def _check_mlp(
     weights: MLPWeights, names: Sequence[str], weight_layout: WeightLayout, stacked: bool
 ) -> None:
     """Checks that three arrays are those of one MLP, or of a stack of them."""
     gate, up, down = weights
-    dims = [("L", *d) if stacked else d for d in _dims(weight_layout)]
+    dims = [("L", *d) if stacked else d for d in weight_dims(weight_layout)]
     for name, value, expected in zip(names, weights, dims, strict=True):
         if value.ndim != len(expected):
             raise ValueError(f"{name} must have shape ({', '.join(expected)}); got {value.shape}")

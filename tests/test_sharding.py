@@ -31,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_swiglu as js
-from jax_swiglu import _primitives, _reference
+from jax_swiglu import _partitioning, _primitives, _reference
 from jax_swiglu._partitioning import DeviceMesh
 from jax_swiglu._primitives import matmul_p
 
@@ -232,7 +232,7 @@ def test_what_one_device_leaves_to_xla(kind, monkeypatch):
         if op == "matmul":
             return lower_ffi(op, ctx, *operands, params=params)
         reference = functools.partial(getattr(_reference, op), gemm=_primitives._gemm)
-        return _primitives._lower_reference(reference, ctx, *operands, params=params)
+        return _partitioning.lower_function(reference, ctx, *operands, params=params)
 
     monkeypatch.setattr(_primitives, "_lower_ffi", lower)
     inputs = draw(M, H, I, H, "float32")
