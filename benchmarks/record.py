@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import accuracy, common, launches, speed
+from benchmarks import accuracy, common, first_call, launches, packed, speed
 from jax_swiglu import _ffi
 from jax_swiglu._explain import format_plan
 
@@ -19,6 +19,8 @@ SECTIONS = {
     "launches": launches.run,
     "speed": speed.run,
     "mesh_of_one": speed.run_mesh,
+    "first_call": first_call.run,
+    "packed": packed.run,
     "accuracy": accuracy.run,
 }
 

@@ -49,13 +49,15 @@ def accuracy_table(record: dict[str, Any]) -> str:
 
 
 def launches_table(record: dict[str, Any]) -> str:
-    """Kernels per call, as the profiler saw them."""
+    """Kernels per call and the microseconds of each, as the profiler saw them."""
     rows = []
     for e in record["launches"]:
         for kernel, count in e["kernels_per_call"].items():
             name = re.sub("(pointwise_)+", "pointwise_", kernel.split("<")[0])
-            rows.append((f"{e['what']}, {e['model']}, M {e['m']}", f"`{name}`", f"{count:g}"))
-    return _table(("call", "kernel", "launches per call"), rows)
+            call = f"{e['what']}, {e['model']}, M {e['m']}"
+            us = e["us_per_call"][kernel] / count
+            rows.append((call, f"`{name}`", f"{count:g}", f"{us:.1f}"))
+    return _table(("call", "kernel", "launches per call", "us each"), rows)
 
 
 def mesh_table(record: dict[str, Any]) -> str:
