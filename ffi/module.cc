@@ -98,8 +98,8 @@ nb::list Misaligned(const std::string& op, int64_t m, int64_t k, int64_t n,
   return names;
 }
 
-nb::tuple Pick(int candidates, const Timer& timer, double budget_seconds) {
-  const Fastest fastest = PickFastest(candidates, timer, budget_seconds);
+nb::tuple Pick(int candidates, const Timer& timer, double budget_seconds, const Clock& clock) {
+  const Fastest fastest = PickFastest(candidates, timer, budget_seconds, clock);
   return nb::make_tuple(fastest.candidate, fastest.seconds);
 }
 
@@ -177,6 +177,7 @@ NB_MODULE(_ffi, m) {
         "Names of the bfloat16 tensors, by route and graph, that plans may not take for aligned "
         "even in aligned buffers.");
   m.def("pick_fastest", &Pick, nb::arg("candidates"), nb::arg("timer"), nb::arg("budget_seconds"),
+        nb::arg("clock"),
         "The tuner: (candidate, seconds) of the fastest; timer(candidate, repeats) gives seconds.");
   m.def("tune_op", &PickForOp, nb::arg("proposals"), nb::arg("routes"), nb::arg("build"),
         nb::arg("time_plan"), nb::arg("time_route"), nb::arg("budget_seconds"), nb::arg("clock"),

@@ -13,8 +13,10 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 
 struct Entry {
   int candidate;
-  double best;             // seconds of one run, the least seen
-  double loaded = kNever;  // the same, under continuous load
+  double best;  // seconds of one run, the least seen
+  // Under continuous load, in turns with the others: times over the least of the turn.
+  std::vector<double> loads;
+  double loaded = 1;  // their median
 };
 
 }  // namespace
@@ -42,7 +44,7 @@ Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds, c
         seconds = std::min(seconds, timer(i, runs));
       }
       best = std::min(best, seconds);
-      entries.push_back({i, seconds});
+      entries.push_back({i, seconds, {}});
     } catch (const std::exception&) {
     }
   }
@@ -71,30 +73,43 @@ Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds, c
   }
 
   // Long kernels are limited by power, and some need more of it than others: under continuous load
-  // their clocks go lower. Those times scatter by some percent, so they only rule candidates out.
-  keep_best(3, 1.05);
-  constexpr double kLongKernelSeconds = 1e-4, kThirsty = 1.03;
+  // their clocks go lower, and the fastest of a short run need not be the fastest of a long one.
+  // The clocks wander, so each turn only compares what ran in it, and the median of many counts.
+  constexpr double kLongKernelSeconds = 1e-4;
   constexpr double kLoadSeconds = 0.04, kLeastLoadSeconds = 0.02;
-  constexpr int kLoads = 3;
+  constexpr int kLeastLoads = 3, kMostLoads = 16;
   // Each entry runs twice in a turn, once to settle.
+  const double loadable = (budget_seconds - spent()) / (2 * kLeastLoads * kLeastLoadSeconds);
+  keep_best(std::clamp(static_cast<int>(loadable), 2, 4), 1.05);
   const double load_seconds =
-      std::min(kLoadSeconds, (budget_seconds - spent()) / (2.0 * kLoads * entries.size()));
+      std::min(kLoadSeconds, (budget_seconds - spent()) / (2.0 * kLeastLoads * entries.size()));
   if (entries.size() > 1 && entries.front().best > kLongKernelSeconds &&
       load_seconds >= kLeastLoadSeconds) {
-    for (int turn = 0; turn < kLoads && (turn == 0 || spent() < budget_seconds); ++turn) {
+    int turns = 0;
+    for (; turns < kMostLoads && (turns == 0 || spent() < budget_seconds); ++turns) {
+      std::rotate(entries.begin(), entries.begin() + 1, entries.end());
+      double least = kNever;
       measure(load_seconds, [&](Entry& e, int runs, double) {
-        e.loaded = std::min(e.loaded, timer(e.candidate, runs));
+        e.loads.push_back(timer(e.candidate, runs));
+        least = std::min(least, e.loads.back());
       });
+      for (Entry& e : entries) e.loads.back() /= least;
     }
     double least = kNever;
-    for (const Entry& e : entries) least = std::min(least, e.loaded);
+    for (Entry& e : entries) {
+      std::nth_element(e.loads.begin(), e.loads.begin() + turns / 2, e.loads.end());
+      e.loaded = e.loads[turns / 2];
+      least = std::min(least, e.loaded);
+    }
+    // How far medians may be apart by chance.
+    const double chance = std::max(0.005, 0.06 / turns);
     entries.erase(std::remove_if(entries.begin(), entries.end(),
-                                 [&](const Entry& e) { return e.loaded > kThirsty * least; }),
+                                 [&](const Entry& e) { return e.loaded > (1 + chance) * least; }),
                   entries.end());
   }
   // Among equals the first one, so that the choice is not left to chance: routes of fewer kernels,
   // which leave fewer gaps between them, come before the others.
-  constexpr double kTie = 1.01;
+  constexpr double kTie = 1.005;
   keep_best(entries.size(), kTie);
   const Entry& first =
       *std::min_element(entries.begin(), entries.end(),

@@ -22,7 +22,7 @@ struct Fastest {
 
 // Every candidate gets a short look, and those far from the best are dropped at once. The rest are
 // timed in many short turns; those that are still close, and long enough to be limited by power,
-// must also keep up under continuous load. Of candidates within 1 % the first is taken.
+// are compared under continuous load. Of equal candidates the first is taken.
 // `budget_seconds` bounds the work roughly: half of it goes to the first look, and load is as long
 // as the rest allows.
 Fastest PickFastest(int candidates, const Timer& timer, double budget_seconds,

@@ -35,7 +35,10 @@ def misaligned(op: str, m: int, k: int, n: int, packing: str) -> list[str]:
     """Names of the bfloat16 tensors that plans may not take for aligned even in aligned buffers."""
 
 def pick_fastest(
-    candidates: int, timer: Callable[[int, int], float], budget_seconds: float
+    candidates: int,
+    timer: Callable[[int, int], float],
+    budget_seconds: float,
+    clock: Callable[[], float],
 ) -> tuple[int, float]:
     """The tuner: (candidate, seconds) of the fastest; timer(candidate, repeats) gives seconds."""
 

@@ -1,5 +1,7 @@
 """The tuner's choice among candidates, with timers that only pretend to run something."""
 
+import math
+import random
 import time
 
 import pytest
@@ -25,7 +27,7 @@ class FakeTimer:
 
 
 def pick(timer, budget=2.0):
-    return _ffi.pick_fastest(len(timer.cold), timer, budget)
+    return _ffi.pick_fastest(len(timer.cold), timer, budget, time.perf_counter)
 
 
 @pytest.mark.parametrize("best", range(4))
@@ -46,8 +48,8 @@ def test_a_single_slow_run_drops_nobody():
 
 
 def test_of_equals_the_first():
-    assert pick(FakeTimer([1.00e-5, 0.995e-5, 1.02e-5]))[0] == 0
-    assert pick(FakeTimer([1.02e-5, 0.995e-5, 1.00e-5]))[0] == 1
+    assert pick(FakeTimer([1.000e-5, 0.997e-5, 1.02e-5]))[0] == 0
+    assert pick(FakeTimer([1.02e-5, 0.997e-5, 1.000e-5]))[0] == 1
 
 
 def test_slow_candidates_are_dropped_after_one_run():
@@ -62,9 +64,31 @@ def test_long_kernels_must_keep_up_under_load():
     assert pick(timer) == (1, pytest.approx(1.05e-3))
 
 
-def test_small_differences_under_load_are_chance():
-    timer = FakeTimer(cold=[1.00e-3, 1.05e-3], loaded=[1.12e-3, 1.10e-3])
-    assert pick(timer)[0] == 0
+class Clocked(FakeTimer):
+    """Each load takes as long on the clock as it says, scaled by clocks that wander."""
+
+    def __init__(self, cold, loaded):
+        super().__init__(cold, loaded)
+        self.now = 0.0
+        self.random = random.Random(0)
+
+    def __call__(self, candidate, repeats):
+        seconds = super().__call__(candidate, repeats) * (1.1 + 0.1 * math.sin(self.now))
+        seconds *= self.random.gauss(1, 0.005)
+        self.now += seconds * repeats
+        return seconds
+
+
+@pytest.mark.parametrize("first", [1.11e-3, 1.13e-3])
+def test_small_differences_under_load_count_with_time_enough(first):
+    timer = Clocked(cold=[1.00e-3, 1.02e-3], loaded=[first, 1.10e-3])
+    choice = _ffi.pick_fastest(2, timer, 4.0, lambda: timer.now)
+    assert choice[0] == 1
+
+
+def test_small_differences_under_load_are_chance_in_a_hurry():
+    timer = Clocked(cold=[1.00e-3, 1.02e-3], loaded=[1.11e-3, 1.10e-3])
+    assert _ffi.pick_fastest(2, timer, 0.3, lambda: timer.now)[0] == 0
 
 
 def test_short_kernels_are_not():

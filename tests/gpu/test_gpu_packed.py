@@ -110,7 +110,9 @@ def test_tuned(axes, monkeypatch):
     inputs = draw(88, 256, 512, 256, "bfloat16")
     function = functools.partial(js.swiglu_mlp_packed, packing=packing, implementation="cudnn")
     check(run(function, stored(inputs, packing)), inputs, packing)
-    tuned = [p for p in _ffi.prepared() if p["source"] == "tuned" and f"packed {axes}" in p["problem"]]
+    tuned = [
+        p for p in _ffi.prepared() if p["source"] == "tuned" and f"packed {axes}" in p["problem"]
+    ]
     assert {plan["problem"].split()[0] for plan in tuned} >= {"glu_fwd", "glu_bwd"}
 
 
