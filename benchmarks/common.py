@@ -85,12 +85,13 @@ def median_ms(
     calls = {}
     for name, function in candidates.items():
         jax.block_until_ready(function(*args))
-        calls[name] = max(3, min(1000, int(seconds_per_round / seconds(function, 3))))
+        calls[name] = max(1, min(1000, int(seconds_per_round / seconds(function, 3))))
     times: dict[str, list[float]] = {name: [] for name in candidates}
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(candidates), len(candidates)):
-            seconds(candidates[name], calls[name] // 2)
+            if calls[name] > 1:
+                seconds(candidates[name], calls[name] // 2)
             times[name].append(seconds(candidates[name], calls[name]) * 1e3)
     return {name: statistics.median(values) for name, values in times.items()}
 
