@@ -353,7 +353,7 @@ def test_program(implementation, platform, packing):
     function = functools.partial(with_grads, op(packing, implementation=implementation))
     program = lower(function, *specs(packing), platform=platform)
     glu_fwd, down, glu_bwd, dx, dw_gate_up, dw_down = program.calls()
-    opened = " ".join(packing._letters)
+    opened = " ".join(packing.letters)
     transposed = opened == "2 I H"
     assert [c.flags for c in (glu_fwd, down, glu_bwd, dx, dw_gate_up, dw_down)] == [
         ("glu_fwd", False, transposed, True),
@@ -580,7 +580,7 @@ def test_split_joined_dimension(axes, kind):
     packing = Packing(axes)
     inputs = draw(M, H, I, H, "float32")
     mesh = make_mesh((1, 1, 4), kind)
-    spec = P(*("tensor" if "I" in dim else None for dim in packing._dims))
+    spec = P(*("tensor" if "I" in dim else None for dim in packing.dims))
     specs = (P(), spec, P("tensor", None), P())
     args = [
         jax.device_put(a, NamedSharding(mesh, s))
