@@ -4,10 +4,12 @@ import functools
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jax_swiglu as js
 from jax_swiglu import _explain, _load
+from jax_swiglu.convert import Packing
 
 H, I, O = 8, 16, 6
 INFERENCE = ("glu_fwd", "down")
