@@ -174,10 +174,9 @@ def _lower_cuda(
         _warn_once(f"jax_swiglu runs on XLA: {obstacle}")
     if obstacle is None and _is_static_and_full(ctx, params):
         mesh = _partitioning.device_mesh(ctx)
-        # With several devices, the part of each decides.
         lhs: Any = ctx.avals_in[0]
-        whole = mesh is not None
-        to_xla = "nothing" if whole else divide(op, params, lhs.shape, dtype).to_xla
+        # With several devices, the part of each decides.
+        to_xla = "nothing" if mesh else divide(op, params, lhs.shape, dtype).to_xla
         if to_xla == "nothing":
             return _lower_call(primitive, op, mesh, ctx, *operands, params=params)
         if to_xla == "elementwise":
