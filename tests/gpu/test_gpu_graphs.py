@@ -1,6 +1,7 @@
 """Calls run in CUDA graphs, and compute there what they compute outside."""
 
 import functools
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -25,7 +26,7 @@ def executions():
 
 
 def profile(function, args, folder):
-    """(events on streams of the GPU, those of them in graphs, launches of graphs)."""
+    """What ran on streams of the GPU, what of it in graphs, and how many graphs were launched."""
     with jax.profiler.trace(str(folder)):
         for _ in range(CALLS):
             # Results are dropped at once: with other buffers XLA would record the graph anew.
@@ -47,13 +48,16 @@ def profile(function, args, folder):
         for line in plane.lines
         for event in line.events
     )
-    return on_streams, in_graphs, launches
+    return *(
+        Counter(event.name for event in events) for events in (on_streams, in_graphs)
+    ), launches
 
 
 # Few rows, where all is fused but the weight gradients are XLA's, and more.
 @pytest.mark.parametrize("m", [16, 72, 333])
 def test_kernels_run_in_a_graph_launch(m, tmp_path):
-    args = [jax.device_put(a) for a in draw(m, 64, 128, 64, "bfloat16")]
+    inputs = draw(m, 64, 128, 64, "bfloat16")
+    args = [jax.device_put(a) for a in inputs]
     step = functools.partial(with_grads, js.swiglu_mlp)
     replayed = jax.jit(step)
     # Empty: no kind of command goes into a command buffer.
@@ -69,13 +73,11 @@ def test_kernels_run_in_a_graph_launch(m, tmp_path):
     before = executions()
     on_streams, in_graphs, launches = profile(replayed, args, tmp_path)
     assert executions() == before
-    assert launches == CALLS
-    kernels = [event for event in on_streams if not event.name.startswith("Memcpy")]
-    assert len(kernels) >= 5 * CALLS
-    outside = {event.name for event in kernels} - {event.name for event in in_graphs}
-    assert not outside
+    assert launches >= CALLS
+    assert on_streams.total() >= 5 * CALLS
+    assert on_streams - in_graphs == Counter()
 
     got, want = replayed(*args), launched(*args)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
-    check(got, draw(m, 64, 128, 64, "bfloat16"))
+    check(got, inputs)
