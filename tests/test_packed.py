@@ -552,7 +552,7 @@ def test_tensor_parallel_over_four(axes, intermediate):
     """
     inputs = draw(M, H, intermediate, H, "float32")
     mesh = make_mesh((1, 1, 4))
-    spec = ["tensor" if "I" in dim else None for dim in Packing(axes)._dims]
+    spec = ["tensor" if "I" in dim else None for dim in Packing(axes).dims]
 
     @jax.jit
     def constrained(x, w_gate_up, w_down, dout):
