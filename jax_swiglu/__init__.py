@@ -13,7 +13,7 @@ from jax_swiglu import _load
 from jax_swiglu import convert as convert
 from jax_swiglu._api import swiglu, swiglu_mlp, swiglu_mlp_packed
 from jax_swiglu._config import RESIDUAL_NAMES
-from jax_swiglu._explain import Explanation, Stage, explain
+from jax_swiglu._explain import Explanation, Stage, explain, explain_packed
 from jax_swiglu._load import CUSTOM_CALLS
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __all__ = [
     "Explanation",
     "Stage",
     "explain",
+    "explain_packed",
     "swiglu",
     "swiglu_mlp",
     "swiglu_mlp_packed",

@@ -12,7 +12,6 @@ from jax_swiglu._config import (
     CUDNN_DTYPES,
     HOST_DTYPES,
     IMPLEMENTATIONS,
-    PACKINGS,
     RESIDUAL_NAMES,
     RESIDUALS,
     WEIGHT_LAYOUTS,
@@ -22,6 +21,7 @@ from jax_swiglu._config import (
     Residuals,
     WeightLayout,
 )
+from jax_swiglu._packing import Packing, check_packing
 from jax_swiglu._partitioning import explicit_sharding
 from jax_swiglu._shapes import (
     check_choice,
@@ -29,7 +29,6 @@ from jax_swiglu._shapes import (
     check_packed_operands,
     computation_dtype,
 )
-from jax_swiglu.convert import Packing
 
 
 def configure(
@@ -62,7 +61,7 @@ def configure(
                 'Pass dtype="bfloat16", or implementation=None to let XLA run it'
             )
     settings: Any = jax.config  # its attributes are made at run time
-    opened: Any = " ".join(packing._letters) if packing else ""
+    opened: Any = " ".join(packing.letters) if packing else ""
     return Config(
         dtype=compute,
         weight_layout=weight_layout,
@@ -166,29 +165,15 @@ def swiglu_mlp(
     return function(config, *_vary_alike(operands.values()))
 
 
-def _check_packing(packing: PackedAxes | Packing) -> Packing:
-    axes = packing.axes if isinstance(packing, Packing) else packing
-    if axes in ("H (I 2)", "(I 2) H"):
-        apart = axes.replace("I 2", "2 I")
-        given = packing if isinstance(packing, Packing) else f"Packing({axes!r})"
-        raise ValueError(
-            f"packing must keep gate and up apart, as {apart!r} does; got {axes!r}, in which they "
-            "alternate. Convert once, with jax_swiglu.convert: "
-            f"pack(*unpack(w_gate_up, {given}), Packing({apart!r}))"
-        )
-    check_choice("packing", axes, PACKINGS)
-    return packing if isinstance(packing, Packing) else Packing(axes)
-
-
 def _open(w_gate_up: jax.Array, packing: Packing) -> jax.Array:
     """Gives gate and up a dimension of their own."""
-    shape = packing._split(w_gate_up.shape)
+    shape = packing.split(w_gate_up.shape)
     sharding = explicit_sharding(w_gate_up)
     if len(shape) == w_gate_up.ndim or sharding is None:
         return w_gate_up.reshape(shape)
     # JAX would refuse to split 2 over more devices; I can be.
     spec = list(sharding.spec)
-    spec.insert(packing._letters.index("2"), None)
+    spec.insert(packing.letters.index("2"), None)
     return jax.lax.reshape(w_gate_up, shape, out_sharding=sharding.update(spec=tuple(spec)))
 
 
@@ -243,7 +228,7 @@ def swiglu_mlp_packed(
       >>> y.shape
       (4, 8)
     """
-    packing = _check_packing(packing)
+    packing = check_packing(packing)
     operands = _arrays(x=x, w_gate_up=w_gate_up, w_down=w_down)
     config = configure(
         operands, weight_layout, dtype, residuals, implementation, residual_names, packing

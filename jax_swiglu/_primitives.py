@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_swiglu import _ffi, _load, _partitioning, _reference
 from jax_swiglu._config import CUDNN_DTYPES, HOST_DTYPES, OpParams
 from jax_swiglu._dims import dims_of
+from jax_swiglu._division import divide
 
 Arrays = Sequence[jax.Array]
 Reference = Callable[..., tuple[jax.Array, ...]]
@@ -147,36 +148,6 @@ def cudnn_obstacle(dtype: np.dtype) -> str | None:
     return status.reason if status.usable is False else None
 
 
-# Who computes what, by op and shape alone, so that all processes of a job compile the same program.
-# Measured on an H200, see docs/performance.md.
-
-# A weight gradient over fewer rows than one K tile is all writing, and XLA's GEMM writes faster.
-MAX_XLA_WEIGHT_GRAD_ROWS = 64
-# Up to so many rows the activation, its gradient and the addition to a product are worth a fused
-# kernel; beyond, plain GEMMs with XLA's elementwise kernels behind them are faster.
-MAX_FUSED_ROWS = {"glu_fwd": 1024, "glu_bwd": 64, "matmul": 64}
-
-
-def _xla_computes(op: str, ctx: mlir.LoweringRuleContext, params: OpParams) -> str:
-    """What is left to XLA on a GPU: "all", the "elementwise" part, or "nothing"."""
-    if params.implementation == "cudnn" or params.route:
-        return "nothing"
-    lhs: Any = ctx.avals_in[0]
-    if params.lhs_transposed:
-        dims = dims_of(op, params, len(lhs.shape))
-        sizes = zip(dims.operands[0], lhs.shape, strict=True)
-        rows = math.prod(size for name, size in sizes if name in dims.contracted)
-        turned = _reference.gives_transposed(dims, params, lhs.dtype)
-        return "all" if rows <= MAX_XLA_WEIGHT_GRAD_ROWS and not turned else "nothing"
-    if params.packing:
-        return "nothing"
-    rows = math.prod(lhs.shape[params.batch_dims : -1])
-    # A call that returns gate and up can write them into stacks of residuals, in place, if nothing
-    # else reads them.
-    alone = params.extra if op == "glu_fwd" else op == "matmul" and not params.extra
-    return "nothing" if alone or rows <= MAX_FUSED_ROWS[op] else "elementwise"
-
-
 def _gemm(a: jax.Array, b: jax.Array, params: OpParams) -> jax.Array:
     return matmul_p.bind(a, b, params=params.as_gemm())[0]
 
@@ -203,11 +174,12 @@ def _lower_cuda(
         _warn_once(f"jax_swiglu runs on XLA: {obstacle}")
     if obstacle is None and _is_static_and_full(ctx, params):
         mesh = _partitioning.device_mesh(ctx)
+        lhs: Any = ctx.avals_in[0]
         # With several devices, the part of each decides.
-        left_to_xla = "nothing" if mesh is not None else _xla_computes(op, ctx, params)
-        if left_to_xla == "nothing":
+        to_xla = "nothing" if mesh else divide(op, params, lhs.shape, dtype).to_xla
+        if to_xla == "nothing":
             return _lower_call(primitive, op, mesh, ctx, *operands, params=params)
-        if left_to_xla == "elementwise":
+        if to_xla == "elementwise":
             reference = functools.partial(reference, gemm=_gemm)
     return _partitioning.lower_function(reference, ctx, *operands, params=params)
 

@@ -22,26 +22,26 @@ def dot(a: jax.Array, b: jax.Array, params: OpParams) -> jax.Array:
     return _contract(a, b, dims_of("matmul", params, a.ndim), params)
 
 
-def _plan(dims: Dims, batch_dims: int, mixed: bool) -> tuple[bool, tuple[str, ...]]:
+def _plan(dims: Dims, params: OpParams, mixed: bool) -> tuple[bool, tuple[str, ...]]:
     """Whether to swap the operands of a product, and its dimensions in the order XLA makes them."""
     a, b = dims.operands[:2]
     result = dims.results[0]
-    # On the CPU, XLA (0.9 to 0.12) has no product of mixed dtypes in which the right operand
-    # contributes several dimensions.
-    swap = mixed and PAIR in b and PAIR in result
+    # Where the right operand contributes several dimensions, XLA on the CPU (0.9 to 0.12) has no
+    # product of mixed dtypes, and adds up 16-bit rows in 16 bits.
+    swap = (mixed or params.lhs_transposed) and PAIR in b and PAIR in result
     first, second = (b, a) if swap else (a, b)
     free = [name for name in (*first, *second) if (name in a) != (name in b)]
-    return swap, (*a[:batch_dims], *free)
+    return swap, (*a[: params.batch_dims], *free)
 
 
 def gives_transposed(dims: Dims, params: OpParams, dtype: np.dtype) -> bool:
     """Whether the product that XLA makes has to be transposed."""
-    return _plan(dims, params.batch_dims, params.out_dtype != dtype)[1] != dims.results[0]
+    return _plan(dims, params, params.out_dtype != dtype)[1] != dims.results[0]
 
 
 def _contract(a: jax.Array, b: jax.Array, dims: Dims, params: OpParams) -> jax.Array:
     mixed = params.out_dtype != a.dtype
-    swap, made = _plan(dims, params.batch_dims, mixed)
+    swap, made = _plan(dims, params, mixed)
     names, result = dims.operands[:2], dims.results[0]
     sharding = product_sharding(dims, jax.typeof(a), jax.typeof(b))
     split = dict(zip(result, sharding.spec, strict=True))

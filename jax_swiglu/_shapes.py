@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
-    from jax_swiglu.convert import Packing
+    from jax_swiglu._packing import Packing
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -60,13 +60,13 @@ def check_packed_operands(
     """Checks x, w_gate_up and w_down."""
     _check_kinds(operands)
     x, w_gate_up, w_down = operands.values()
-    expected = packing._expected()
-    if not packing._fits(w_gate_up.shape):
+    expected = packing.expected()
+    if not packing.fits(w_gate_up.shape):
         raise ValueError(
             f"w_gate_up must have shape {expected} for {packing}; got {w_gate_up.shape}. "
             "Pass the packing that it has"
         )
-    sizes = dict(zip(packing._letters, packing._split(w_gate_up.shape), strict=True))
+    sizes = dict(zip(packing.letters, packing.split(w_gate_up.shape), strict=True))
     match = f"w_gate_up of shape {expected}={w_gate_up.shape}"
     if x.shape[-1] != sizes["H"]:
         raise ValueError(

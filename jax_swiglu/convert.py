@@ -19,13 +19,14 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_swiglu._config import WEIGHT_LAYOUTS, WeightLayout
+from jax_swiglu._packing import Packing
 from jax_swiglu._shapes import check_choice, weight_dims
 
 __all__ = [
@@ -40,7 +41,6 @@ __all__ = [
 ]
 
 Array = np.ndarray | jax.Array
-Axes = Literal["H 2 I", "2 H I", "2 I H", "H (2 I)", "(2 I) H", "H (I 2)", "(I 2) H"]
 
 _SILU = ("silu", "swish")
 
@@ -58,70 +58,6 @@ class MLPWeights(NamedTuple):
     w_gate: Array
     w_up: Array
     w_down: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Packing:
-    """How one array holds gate and up.
-
-    Attributes:
-      axes: the dimensions of the array, outermost first; `2` selects gate or up. Parentheses join
-        two into one: `(2 I)` is all of gate, then all of up; `(I 2)` alternates between them.
-      block: in `(I 2)`, how many of gate are followed by as many of up.
-      up_first: up comes before gate.
-
-    Raises:
-      ValueError: axes are not among the choices, or block does not fit them.
-    """
-
-    axes: Axes
-    block: int = 1
-    up_first: bool = False
-
-    def __post_init__(self) -> None:
-        check_choice("axes", self.axes, get_args(Axes))
-        if self.block < 1 or (self.block > 1 and "(I 2)" not in self.axes):
-            raise ValueError(
-                f'block must be at least 1, and 1 in axes without "(I 2)"; got {self.block} '
-                f"with axes={self.axes!r}"
-            )
-
-    @property
-    def _dims(self) -> tuple[str, ...]:
-        """Each dimension of the array, as axes spells it."""
-        return tuple(re.findall(r"\(.*?\)|\S", self.axes))
-
-    @property
-    def _letters(self) -> str:
-        """The dimensions with the parentheses opened; `JB` is I, in blocks."""
-        return re.sub(r"[() ]", "", self.axes.replace("(I 2)", "J2B"))
-
-    @property
-    def _weight_layout(self) -> WeightLayout:
-        """Layout of gate and up within the array."""
-        return "out_in" if self._letters[-1] == "H" else "in_out"
-
-    def _split(self, shape: Sequence[int]) -> list[int]:
-        """Sizes of the opened dimensions."""
-        sizes = []
-        for dim, n in zip(self._dims, shape, strict=True):
-            if dim == "(2 I)":
-                sizes += [2, n // 2]
-            elif dim == "(I 2)":
-                sizes += [n // (2 * self.block), 2, self.block]
-            else:
-                sizes += [n]
-        return sizes
-
-    def _fits(self, shape: Sequence[int]) -> bool:
-        return len(shape) == len(self._dims) and all(
-            n == 2 if dim == "2" else n % (2 * self.block) == 0 if "2" in dim else True
-            for dim, n in zip(self._dims, shape, strict=True)
-        )
-
-    def _expected(self) -> str:
-        divisor = f", I a multiple of {self.block}" if self.block > 1 else ""
-        return f"({', '.join(self._dims)}){divisor}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,8 +254,8 @@ def pack(
         raise TypeError(
             f"w_up must have dtype {halves[0].dtype} to match w_gate; got {halves[1].dtype}"
         )
-    letters = packing._letters
-    x, *_ = halves = [_transpose(h, weight_layout, packing._weight_layout) for h in halves]
+    letters = packing.letters
+    x, *_ = halves = [_transpose(h, weight_layout, packing.weight_layout) for h in halves]
     if "J" in letters:
         axis = x.ndim - (2 if letters[-1] == "H" else 1)
         intermediate = x.shape[axis]
@@ -336,7 +272,7 @@ def pack(
     sizes = dict(zip(letters, joined.shape[-len(letters) :], strict=True))
     intermediate = sizes["J"] * sizes["B"] if "J" in letters else sizes["I"]
     size = {"2": 2, "H": sizes["H"], "I": intermediate}
-    shape = [size.get(dim, 2 * intermediate) for dim in packing._dims]
+    shape = [size.get(dim, 2 * intermediate) for dim in packing.dims]
     return joined.reshape(*x.shape[:-2], *shape)
 
 
@@ -534,7 +470,7 @@ def _read(
             raise ValueError(f"{bias!r} is there, but a SwiGLU-MLP here has no biases")
     arrays = [_array(path, value) for path, value in found.items()]
     dims = weight_dims(spec.weight_layout)
-    stored = dims if spec.packing is None else (spec.packing._dims, dims[2])
+    stored = dims if spec.packing is None else (spec.packing.dims, dims[2])
     for i, (path, x) in enumerate(zip(paths, arrays, strict=True)):
         expected = list(stored[i])
         if spec.layer_axis is not None:
@@ -601,15 +537,15 @@ def _check_mlp(
 def _unpack(
     name: str, x: Array, packing: Packing, weight_layout: WeightLayout
 ) -> tuple[Array, Array]:
-    lead = x.shape[: max(0, x.ndim - len(packing._dims))]
+    lead = x.shape[: max(0, x.ndim - len(packing.dims))]
     shape = x.shape[len(lead) :]
-    if not packing._fits(shape):
+    if not packing.fits(shape):
         raise ValueError(
-            f"{name} must have shape {packing._expected()}, after any leading dimensions, for "
+            f"{name} must have shape {packing.expected()}, after any leading dimensions, for "
             f"{packing}; got {x.shape}"
         )
-    letters = packing._letters
-    x = x.reshape(*lead, *packing._split(shape))
+    letters = packing.letters
+    x = x.reshape(*lead, *packing.split(shape))
     before = (slice(None),) * (len(lead) + letters.index("2"))
     halves = [x[(*before, half)] for half in (0, 1)]
     if "J" in letters:
@@ -619,7 +555,7 @@ def _unpack(
         halves = [half.reshape(merged) for half in halves]
     if packing.up_first:
         halves.reverse()
-    gate, up = (_transpose(half, packing._weight_layout, weight_layout) for half in halves)
+    gate, up = (_transpose(half, packing.weight_layout, weight_layout) for half in halves)
     return gate, up
 
 

@@ -1,7 +1,6 @@
 """The public functions: signatures, checks and their texts, dtypes, explanations, documentation."""
 
 import doctest
-import functools
 import inspect
 import tomllib
 import typing
@@ -17,7 +16,7 @@ import jax_swiglu as js
 from jax_swiglu import _api, _explain, _load
 
 FUNCTIONS = [js.swiglu_mlp, js.swiglu, js.explain]
-PUBLIC = [*FUNCTIONS, js.swiglu_mlp_packed]
+PUBLIC = [*FUNCTIONS, js.swiglu_mlp_packed, js.explain_packed]
 functions = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 
 
@@ -31,6 +30,7 @@ def test_public_names():
         "Explanation",
         "Stage",
         "explain",
+        "explain_packed",
         "swiglu",
         "swiglu_mlp",
         "swiglu_mlp_packed",
@@ -263,51 +263,6 @@ def test_spellings_of_dtype(dtype):
 
 def specs(dtype="bfloat16", **shapes):
     return [jax.ShapeDtypeStruct(s, dtype) for s in ({**SHAPES, **shapes}).values()]
-
-
-@pytest.fixture
-def cpu_only():
-    if jax.default_backend() != "cpu":
-        pytest.skip("the explanation is that of the default device, which is not a CPU here")
-
-
-@pytest.mark.usefixtures("cpu_only")
-@pytest.mark.parametrize(
-    ("implementation", "runs", "reason"),
-    [
-        (None, "xla", "the default device is a cpu, not an NVIDIA GPU"),
-        ("xla", "xla", "asked for"),
-        ("host", "host", "asked for"),
-        ("cudnn", "unavailable", "the default device is a cpu, not an NVIDIA GPU"),
-    ],
-)
-def test_explain(implementation, runs, reason):
-    explanation = js.explain(*specs(), implementation=implementation)
-    assert (explanation.platform, explanation.dtype) == ("cpu", "bfloat16")
-    assert [stage.name for stage in explanation.stages] == ["glu_fwd", "down", "glu_bwd", "grads"]
-    assert {(s.implementation, s.reason) for s in explanation.stages} == {(runs, reason)}
-    assert explanation.plans == ()
-    words = str(explanation)
-    for stage in explanation.stages:
-        assert f"{stage.name} " in words and stage.formula in words
-    assert words.count(f"{runs}: {reason}") == 4
-    assert explanation.summary() == f"bfloat16 on cpu: {runs} ({reason})"
-
-
-@pytest.mark.usefixtures("cpu_only")
-@pytest.mark.parametrize("implementation", ["host", None, "xla"])
-def test_explanation_is_what_happens(implementation, custom_calls):
-    explanation = js.explain(*specs(), implementation=implementation)
-    function = functools.partial(js.swiglu_mlp, implementation=implementation)
-    calls = custom_calls(function, *specs(), platform="cpu")
-    ran = "host" if calls else "xla"
-    assert {stage.implementation for stage in explanation.stages} == {ran}
-
-
-@pytest.mark.usefixtures("cpu_only")
-def test_explain_zero_sizes():
-    (stage, *_) = js.explain(*specs(x=(0, 8)), implementation="host").stages
-    assert (stage.implementation, stage.reason) == ("xla", "a size is zero")
 
 
 def test_explain_takes_arrays_and_the_computation_dtype():

@@ -600,9 +600,15 @@ def test_examples_in_docstrings():
     assert not doctest.testmod(convert).failed
 
 
-def test_snippets_of_the_documentation():
-    """Every block of docs/checkpoints.md runs and loads the right weights."""
-    h, i = 6, 64
+def snippets(path):
+    """Every Python block of a document, statement by statement: some show several ways to load."""
+    text = (Path(__file__).parents[1] / path).read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    return [ast.unparse(node) for block in blocks for node in ast.parse(block).body]
+
+
+def documented(h, i):
+    """The names that the documents take for granted, one layer's weights, and those of all."""
     x = np.ones((5, h), np.float32)
     layers = [weights_of(h, i, seed) for seed in range(4)]
     stack = [np.stack(w) for w in zip(*layers, strict=True)]
@@ -619,26 +625,53 @@ def test_snippets_of_the_documentation():
         scanned = jax.tree.map(lambda w: np.moveaxis(w, 0, 1), define(*stack, layers="layers"))
         for part in (scanned, define(g, u, d, layers="layers_3")):
             tree |= flatten_dict(part)
-    tree |= flatten_dict({"model": {"layers": {"3": {"mlp": flax(g, u, d)}}}})
+    tree |= flatten_dict({"model": {"layers": {"3": {"mlp": flax(g, u, d)}}}, **flax(g, u, d)})
+    tree |= flatten_dict({"layer_3": {"mlp": {"gating_einsum": np.stack([g, u]), "linear": d}}})
 
     class Config:
         num_hidden_layers, hidden_act = 4, "silu"
 
     names = {"jax": jax, "jnp": jnp, "nnx": nnx, "x": x, "H": h, "I": i, "config": Config}
     names |= {"state": state, "params": tree, "gate_up_proj": np.concatenate([g.T, u.T])}
-    text = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    # Statement by statement: some blocks show several ways to load the same.
-    statements = [ast.unparse(node) for block in blocks for node in ast.parse(block).body]
+    return names, layers[3], stack
+
+
+def test_snippets_of_the_documentation():
+    """Every block of docs/checkpoints.md runs and loads the right weights."""
+    names, layer, stack = documented(6, 64)
+    statements = snippets("docs/checkpoints.md")
     loads = 0
     for statement in statements:
         exec(statement, names)
         if statement.startswith("weights = convert.from_checkpoint("):
             loads += 1
             got = names["weights"]
-            want = stack if got.w_gate.ndim == 3 else layers[3]
+            want = stack if got.w_gate.ndim == 3 else layer
             layout = "out_in" if "out_in" in statement else "in_out"
             assert_equal(tuple(map(np.asarray, got)), tuple(laid_out(want, layout)))
+    g, u, d = layer
     assert_equal((names["w_gate"], names["w_up"]), (g, u))
     assert_equal(names["saved"], hugging_face(g, u, d, prefix="model.layers.3.mlp."))
-    assert loads == text.count("convert.from_checkpoint(")
+    assert loads == sum(s.count("convert.from_checkpoint(") for s in statements)
+
+
+def test_snippets_of_the_readme(capsys):
+    """Every block of README.md runs, and each way to load finds the right weights."""
+    names, layer, _ = documented(512, 64)
+    statements = snippets("README.md")
+    (run,) = (s for s in statements if "js.swiglu_mlp(x, *weights" in s)
+    loads = 0
+    with jax.numpy_dtype_promotion("standard"):
+        for statement in statements:
+            exec(statement, names)
+            if statement.startswith("weights = from_checkpoint("):
+                loads += 1
+                assert_equal(tuple(map(np.asarray, names["weights"])), tuple(layer))
+                exec(run, names)
+                check_value(
+                    names["y"].reshape(-1, 512),
+                    mlp(names["x"].reshape(-1, 512), *layer),
+                    2 * TOLERANCE["bfloat16"],  # roundings of weights come on top
+                )
+    assert loads == sum("from_checkpoint(" in s for s in statements)
+    assert "swiglu_mlp on" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _reference64 import TOLERANCE, check_value, draw, mlp_and_grads
 from flax import linen as nn
 from flax import nnx
 from test_flax import H, I, NnxLayer, O, assert_close, assert_trees_equal, both_apis
@@ -11,6 +12,7 @@ from test_flax import H, I, NnxLayer, O, assert_close, assert_trees_equal, both_
 import jax_swiglu.linen
 import jax_swiglu.nnx
 from jax_swiglu import convert
+from jax_swiglu.convert import Packing, pack
 
 
 def to_packed(params):
@@ -108,3 +110,43 @@ def test_linen_partitioning_metadata(x):
         spec = nn.get_partition_spec(variables)["params"]["gate_up_proj"]["kernel"]
         assert spec == jax.P("embed", None, "mlp")
         assert_close(module.apply(variables, x), module.apply(nn.unbox(variables), x))
+
+
+def rounded_reference(params, x, dout):
+    """out, dx and the gradients of the kernels in float64."""
+    w_gate, w_up, w_down = convert.from_checkpoint(params, "swiglu_mlp_packed")
+    out, dx, dw_gate, dw_up, dw_down = mlp_and_grads(x, w_gate, w_up, w_down, dout)
+    return out, dx, pack(dw_gate, dw_up, Packing("H 2 I")), dw_down
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("implementation", ["host", None])
+def test_remat(implementation, api):
+    """Against float64, for x (64, 128) and I = 256."""
+    x, _, _, _, dout = map(jnp.asarray, draw(64, 128, 256, 128, "bfloat16"))
+    options = {"packed": True, "implementation": implementation, "dtype": jnp.bfloat16}
+    options |= {"param_dtype": jnp.bfloat16}
+    if api == "linen":
+        cls = jax_swiglu.linen.SwiGLUMLP
+        params = cls(256, **options).init(jax.random.key(0), x)["params"]
+        layer = nn.remat(cls)(256, **options)
+
+        def apply(params, x):
+            return layer.apply({"params": params}, x)
+
+    else:
+        module = jax_swiglu.nnx.SwiGLUMLP(128, 256, rngs=nnx.Rngs(0), **options)
+        graphdef, state = nnx.split(module)
+        params = nnx.to_pure_dict(state)
+
+        def apply(params, x):
+            nnx.replace_by_pure_dict(state, params)
+            return nnx.remat(lambda module, x: module(x))(nnx.merge(graphdef, state), x)
+
+    out, pullback = jax.vjp(apply, params, x)
+    dparams, dx = pullback(dout)
+    kernels = [dparams[name]["kernel"] for name in ("gate_up_proj", "down_proj")]
+    want = rounded_reference(params, x, dout)
+    for got, right in zip((out, dx, *kernels), want, strict=True):
+        assert got.dtype == jnp.bfloat16
+        check_value(got, right, TOLERANCE["bfloat16"])

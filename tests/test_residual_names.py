@@ -106,8 +106,16 @@ def test_names_of_ones_own(implementation):
         residual_names=["mlpwi_0", "mlpwi_1", "mlph"],
         implementation=implementation,
     )
-    for policy, count in ((names("mlpwi_0", "mlpwi_1", "mlpwo"), 2), (names(GATE, UP), 0)):
-        assert saved(jax.checkpoint(function, policy=policy), inputs) == count
+    nothing = jax.checkpoint_policies.nothing_saveable
+    for policy, count in (
+        (names("mlpwi_0", "mlpwi_1"), 2),
+        (names("mlpwi_0", "mlpwi_1", "mlpwo"), 2),
+        (names(GATE, UP), 0),
+        (nothing, 0),
+    ):
+        checkpointed = jax.checkpoint(function, policy=policy)
+        assert saved(checkpointed, inputs) == count
+        check(jax.jit(functools.partial(with_grads, checkpointed))(*inputs), inputs)
 
 
 @pytest.mark.parametrize("residual_names", ["guh", ("gate", "up"), ("gate", "up", 3)])

@@ -10,8 +10,10 @@ import pytest
 from _reference64 import TOLERANCE, Inputs, check, draw, mlp_and_grads, relative_error
 
 import jax_swiglu as js
-from jax_swiglu import _ffi, _vjp
+from jax_swiglu import _ffi, _load, _primitives, _vjp
 from jax_swiglu._config import Config
+from jax_swiglu._warm import warm
+from jax_swiglu.convert import Packing, pack, unpack
 
 HALF = ["bfloat16", "float16"]
 GLU_FWD_ROUTES = ("dual", "epilogue", "pointwise")
@@ -266,6 +268,74 @@ def test_tuned(m, glu_fwd_route, glu_bwd_route, monkeypatch):
     plans = [plan for plan in _ffi.prepared() if f" m={m} " in plan["problem"]]
     tuned = [plan for plan in plans if plan["source"] == "tuned"]
     assert {plan["problem"].split()[0] for plan in tuned} == {"glu_fwd", "glu_bwd", "matmul"}
+
+
+def test_large_gemms_are_those_of_cudnn():
+    """Not silently XLA's: what ran has left a plan with an engine, as `explain` says."""
+    sizes = ((4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096), (4096, 4096))
+    args = [
+        jax.random.normal(key, shape, jnp.bfloat16) / 64
+        for key, shape in zip(jax.random.split(jax.random.key(0), 5), sizes, strict=True)
+    ]
+    jax.block_until_ready(jax.jit(functools.partial(with_grads, js.swiglu_mlp))(*args))
+    explanation = js.explain(*args[:4])
+    assert {stage.implementation for stage in explanation.stages} == {"cudnn", "cudnn+xla"}
+    large = [p for p in explanation.plans if "14336" in p["problem"] and "4096" in p["problem"]]
+    assert all(plan["engines"] and plan["executions"] for plan in large)
+    # down, dh and dx; three weight gradients, of which two are the same problem.
+    assert [p["problem"].split()[0] for p in large].count("glu_fwd") >= 1
+    assert [p["problem"].split()[0] for p in large].count("matmul") >= 5
+
+
+def test_what_falls_back_is_reported(monkeypatch):
+    status = _load.CudnnStatus(False, "made up for this test")
+    monkeypatch.setattr(_load, "cudnn_status", lambda: status)
+    _primitives._warn_once.cache_clear()
+    args = draw(24, 40, 56, 40, "bfloat16")
+    seen = len(_ffi.prepared())
+    with pytest.warns(RuntimeWarning, match="runs on XLA: made up for this test"):
+        got = jax.jit(lambda *a: with_grads(js.swiglu_mlp, *a))(*args)
+    check(got, args)
+    assert len(_ffi.prepared()) == seen
+    assert {(s.implementation, s.reason) for s in js.explain(*args.operands).stages} == {
+        ("xla", "made up for this test")
+    }
+
+
+def test_warm_chooses_plans_for_gradients_too(monkeypatch):
+    monkeypatch.delenv("JAX_SWIGLU_TUNING")
+    plans = warm(64, 256, 256, backward=True)
+    problems = {plan["problem"] for plan in plans}
+    assert any(p.startswith("glu_fwd ") and p.endswith("with gate, up") for p in problems)
+    args = draw(256, 64, 256, 64, "bfloat16")
+    seen = len(_ffi.prepared())
+    check(jax.jit(functools.partial(with_grads, js.swiglu_mlp))(*args), args)
+    assert _ffi.prepared()[seen:] == []
+    # More plans than those of a forward pass: glu_fwd and down.
+    assert sum(p.startswith("matmul ") for p in problems) >= 4
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["", "in a scan"])
+@pytest.mark.parametrize("axes", ["", "H 2 I", "2 H I", "2 I H"])
+def test_remat(axes, scanned):
+    inputs = draw(64, 128, 256, 128, "bfloat16")
+    x, *weights, dout = map(jnp.asarray, inputs)
+    mlp = functools.partial(js.swiglu_mlp, implementation="cudnn")
+    if axes:
+        packed = pack(inputs.w_gate, inputs.w_up, Packing(axes))
+        weights = [jnp.asarray(packed), weights[2]]
+        mlp = functools.partial(js.swiglu_mlp_packed, packing=axes, implementation="cudnn")
+    function = jax.checkpoint(mlp, prevent_cse=not scanned)
+
+    def scan(x, *weights):
+        stacks = [w[None] for w in weights]
+        return jax.lax.scan(lambda x, w: (function(x, *w), None), x, stacks)[0]
+
+    step = functools.partial(with_grads, scan if scanned else function)
+    out, dx, *dweights = jax.jit(step)(x, *weights, dout)
+    if axes:
+        dweights = [*unpack(dweights[0], Packing(axes)), dweights[1]]
+    check((out, dx, *dweights), inputs)
 
 
 @pytest.mark.parametrize(
