@@ -24,7 +24,7 @@ def test_tables(tables):
     assert RECORD.name in readme
     assert record["environment"]["commit"] in readme
     assert tables.accuracy_table(record) in readme
-    assert tables.launches_table(record) in (ROOT / "docs" / "performance.md").read_text()
+    assert tables.mesh_table(record) in (ROOT / "docs" / "performance.md").read_text()
 
 
 def test_required_accuracy_was_met():
