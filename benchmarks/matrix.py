@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_swiglu as js
+from benchmarks import first_call
 from benchmarks.common import (
     Arrays,
     Model,
@@ -275,9 +276,8 @@ def read_bandwidth() -> float:
     return values.nbytes / (median_ms({"read": read}, ())["read"] * 1e-3)
 
 
-def run(cells: list[Cell], minutes: float) -> Iterator[tuple[Cell, dict[str, Any] | None]]:
-    """The entry of each cell; None for those that time is too short for."""
-    end = time.monotonic() + minutes * 60
+def run(cells: list[Cell], end: float) -> Iterator[tuple[Cell, dict[str, Any] | None]]:
+    """The entry of each cell; None for those that would begin after `end`."""
     for cell in cells:
         yield cell, measure(cell, seconds_per_round=0.03) if time.monotonic() < end else None
 
@@ -286,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--full", action="store_true", help="all models and sizes")
-    parser.add_argument("--minutes", type=float, help="begin no cell after this; default 7")
+    parser.add_argument("--minutes", type=float, help="begin nothing after this; default 7")
     parser.add_argument("--model", action="append", help="restrict to this model; may be repeated")
     parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
     args = parser.parse_args()
@@ -295,6 +295,7 @@ def main() -> None:
     minutes = args.minutes or (math.inf if args.full else 7)
     if jax.default_backend() != "gpu":
         parser.error("needs an NVIDIA GPU")
+    end = time.monotonic() + minutes * 60
     entries: list[dict[str, Any]] = []
     not_reached: list[str] = []
     record = {
@@ -302,10 +303,11 @@ def main() -> None:
         "environment": environment(args.commit),
         "tokamax": _has_tokamax(),
         "read_bytes_per_s": read_bandwidth(),
+        "first_call": list(first_call.run()),
         "matrix": entries,
         "not_reached": not_reached,
     }
-    for cell, entry in run(cells, minutes):
+    for cell, entry in run(cells, end):
         if entry is None:
             not_reached.append(str(cell))
             continue

@@ -11,14 +11,13 @@ from typing import Any
 
 import jax
 
-from benchmarks import accuracy, common, first_call, launches, mesh, packed
+from benchmarks import accuracy, common, launches, mesh, packed
 from jax_swiglu import _ffi
 from jax_swiglu._explain import format_plan
 
 SECTIONS = {
     "launches": launches.run,
     "mesh_of_one": mesh.run,
-    "first_call": first_call.run,
     "packed": packed.run,
     "accuracy": accuracy.run,
 }
