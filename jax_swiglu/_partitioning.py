@@ -311,7 +311,12 @@ def lower(
         return function(*([mesh.compass()] * with_compass), *operands)
 
     function = custom_partitioning(whole)
-    groups = ((*compass, *dims.operands), dims.results)
+    first, *others = dims.operands
+    if op == "glu_bwd":
+        # How gate and up are split counts: were the rows of dout the same dimensions in the rule, a
+        # cotangent with another sharding than the output would spread to the forward pass.
+        first = tuple(f"d{name}" if name.startswith("m") else name for name in first)
+    groups = ((*compass, first, *others), dims.results)
     function.def_partition(
         partition=functools.partial(_partition, primitive, dims, params, mesh),
         sharding_rule=" -> ".join(", ".join(map(" ".join, group)) for group in groups),

@@ -583,12 +583,13 @@ def test_gradients_of_replicated_weights_are_summed_once(inside):
 @pytest.mark.parametrize(
     "split", [(None, None, "tensor"), ("tensor",), (None, "data"), ()], ids=str
 )
-@pytest.mark.parametrize("shape", [(2, 1, 1, 2), (4, 1, 1, 2)], ids=case_id)
-def test_cotangent_with_another_sharding(shape, split):
+@pytest.mark.parametrize("shape", [(2, 1, 1, 2), (4, 1, 1, 2), (2, 2, 1, 2)], ids=case_id)
+@pytest.mark.parametrize("layout", ["whole weights", "by axis", "FSDP over two axes"])
+def test_cotangent_with_another_sharding(layout, shape, split):
     """Plain JAX and we exchange it in different ways: only the sum of all kinds compares."""
     inputs = draw(M, H, I, H, "float32")
-    specs = (P("data"), P(), P(), P(), P(*split))
-    args = put(sequences(inputs), make_mesh(shape), specs)
+    rows, w_in, w_down = LAYOUTS.get(layout, (P("data"), P(), P()))
+    args = put(sequences(inputs), make_mesh(shape), (rows, w_in, w_in, w_down, P(*split)))
     where = tuple(a.sharding for a in (args[0], *args[:4]))
     ours, plain = (compiled(which, args, where) for which in ("host", "xla"))
     check_all(ours(*args), inputs)
