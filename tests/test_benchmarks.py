@@ -2,6 +2,7 @@
 
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -52,6 +53,19 @@ def test_peers_compute_the_same(matrix):
         results = {name: peer(*given) for name, peer in matrix._peers(kind).items()}
         for result in results.values():
             assert matrix._difference(result, results["xla"]) < 1e-4
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_tokamax_gets_packed_weights(matrix, monkeypatch, scanned):
+    def gated_linear_unit(x, weights, *, activation):
+        assert weights.shape == (64, 2, 128)
+        return activation(x @ weights[:, 0]) * (x @ weights[:, 1])
+
+    tokamax = types.SimpleNamespace(gated_linear_unit=gated_linear_unit)
+    monkeypatch.setitem(sys.modules, "tokamax", tokamax)
+    monkeypatch.setattr(matrix, "_has_tokamax", lambda: True)
+    cell = tiny(matrix, matrix.SCAN_FORWARD if scanned else matrix.FORWARD)
+    assert "tokamax" in matrix.measure(cell, rounds=1, seconds_per_round=1e-3)["ms"]
 
 
 def test_a_peer_without_memory_is_left_out(matrix, monkeypatch):
