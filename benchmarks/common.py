@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
-from jax_swiglu import _load
+from jax_swiglu import _ffi, _load
+from jax_swiglu._explain import format_plan
 
 Arrays = tuple[jax.Array, ...]
 
@@ -23,11 +24,10 @@ class Model(NamedTuple):
     intermediate: int
 
 
-MODELS = (
-    Model("Qwen3.5-27B", 5120, 17408),
-    Model("Llama-3-8B", 4096, 14336),
-    Model("Qwen2.5-0.5B", 896, 4864),
-)
+QWEN_27B = Model("Qwen3.5-27B", 5120, 17408)
+LLAMA_8B = Model("Llama-3-8B", 4096, 14336)
+QWEN_HALF_B = Model("Qwen2.5-0.5B", 896, 4864)
+MODELS = (QWEN_27B, LLAMA_8B, QWEN_HALF_B)
 
 
 def make_data(m: int, h: int, i: int, dtype: Any, *, layers: int | None = None) -> Arrays:
@@ -112,3 +112,8 @@ def environment(commit: str | None) -> dict[str, Any]:
         "commit": commit,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def plans_used() -> list[str]:
+    """The plans of this process that are more than a first proposal, for the record."""
+    return [format_plan(plan) for plan in _ffi.prepared() if plan["source"] != "heuristics"]

@@ -24,28 +24,29 @@ import jax.numpy as jnp
 import jax_swiglu as js
 from benchmarks import first_call
 from benchmarks.common import (
+    LLAMA_8B,
+    QWEN_27B,
+    QWEN_HALF_B,
     Arrays,
     Model,
     environment,
     make_data,
     median_ms,
     plain_mlp,
+    plans_used,
     with_gradients,
 )
-from jax_swiglu import _ffi
-from jax_swiglu._explain import format_plan
+from jax_swiglu.convert import Packing, pack
 
 Mlp = Callable[..., jax.Array]
 
 LAYERS = 8
 ITEMSIZE = 2  # bfloat16
-LLAMA = Model("Llama-3-8B", 4096, 14336)
-QWEN = Model("Qwen3.5-27B", 5120, 17408)
 MODELS = (
-    LLAMA,
-    QWEN,
+    LLAMA_8B,
+    QWEN_27B,
     Model("Llama-3-70B, one of 8 slices", 8192, 3584),
-    Model("Qwen2.5-0.5B", 896, 4864),
+    QWEN_HALF_B,
     Model("DeepSeek-V3 shared expert", 7168, 2048),
     Model("Qwen2.5-VL vision", 1280, 3420),
 )
@@ -87,7 +88,7 @@ class Cell(NamedTuple):
 def short() -> list[Cell]:
     """What each statement of docs/performance.md rests on, then a look at the other models."""
     sizes = {
-        LLAMA: (
+        LLAMA_8B: (
             (SCAN_FORWARD, (16, 2048)),
             (SCAN_STEP, (2048, 8192)),
             (FORWARD, (16, 2048, 8192)),
@@ -97,7 +98,7 @@ def short() -> list[Cell]:
             (FORWARD, (256, 1024, 4096, 16384)),
             (STEP, (4096, 16384)),
         ),
-        QWEN: ((SCAN_FORWARD, (16,)), (FORWARD, (16, 2048)), (STEP, (2048,))),
+        QWEN_27B: ((SCAN_FORWARD, (16,)), (FORWARD, (16, 2048)), (STEP, (2048,))),
         **dict.fromkeys(MODELS[2:], ((FORWARD, (16, 2048)), (STEP, (2048,)))),
     }
     return [
@@ -158,7 +159,7 @@ def _tokamax_mlp(x: jax.Array, w_gate_up: jax.Array, w_down: jax.Array) -> jax.A
 @jax.jit
 def _packed(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> Arrays:
     """The arguments as tokamax takes them, with gate and up as `[H, 2, I]`."""
-    return x, jnp.stack((w_gate, w_up), axis=-2), w_down
+    return x, pack(w_gate, w_up, Packing("H 2 I")), w_down
 
 
 def _has_tokamax() -> bool:
@@ -322,9 +323,7 @@ def main() -> None:
         ms = {name: round(value, 4) for name, value in entry["ms"].items()}
         print(cell, ms, flush=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")
-    record["plans"] = [
-        format_plan(plan) for plan in _ffi.prepared() if plan["source"] != "heuristics"
-    ]
+    record["plans"] = plans_used()
     args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

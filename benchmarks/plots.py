@@ -11,13 +11,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.matrix import FORWARD, LLAMA, SCAN_FORWARD, SCAN_STEP, STEP, Kind
+from benchmarks.common import LLAMA_8B
+from benchmarks.matrix import FORWARD, SCAN_FORWARD, SCAN_STEP, STEP, Kind
 
 COLORS = {SCAN_FORWARD: "tab:blue", SCAN_STEP: "tab:green", FORWARD: "tab:orange", STEP: "tab:red"}
 
 
 def _cells(record: dict[str, Any], kind: Kind) -> list[dict[str, Any]]:
-    cells = (e for e in record["matrix"] if e["what"] == kind.name and e["model"] == LLAMA.name)
+    cells = (e for e in record["matrix"] if e["what"] == kind.name and e["model"] == LLAMA_8B.name)
     return sorted(cells, key=lambda e: e["m"])
 
 
@@ -40,7 +41,7 @@ def _figure(title: str, ylabel: str) -> tuple[Figure, Axes]:
     axes = figure.subplots()
     axes.set_xscale("log", base=2)
     axes.axhline(1, color="gray", linewidth=0.8)
-    axes.set(title=f"{title}, {LLAMA.name} on an NVIDIA H200", xlabel="M (rows)", ylabel=ylabel)
+    axes.set(title=f"{title}, {LLAMA_8B.name} on an NVIDIA H200", xlabel="M (rows)", ylabel=ylabel)
     axes.grid(alpha=0.3)
     return figure, axes
 

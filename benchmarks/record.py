@@ -12,8 +12,6 @@ from typing import Any
 import jax
 
 from benchmarks import accuracy, common, launches, mesh, packed
-from jax_swiglu import _ffi
-from jax_swiglu._explain import format_plan
 
 SECTIONS = {
     "launches": launches.run,
@@ -45,9 +43,7 @@ def main() -> None:
                 record[name].append(entry)
                 args.out.write_text(json.dumps(record, indent=1) + "\n")
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
-    record["plans"] = [
-        format_plan(plan) for plan in _ffi.prepared() if plan["source"] != "heuristics"
-    ]
+    record["plans"] = common.plans_used()
     args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

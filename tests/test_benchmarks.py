@@ -99,7 +99,7 @@ def synthetic(matrix, kind, m, ours, **ms):
     times = {"ours": ours, "xla": 3.0, "xla_again": 3.0, "xla_no_triton": 2.0, **ms}
     return {
         "what": kind.name,
-        "model": matrix.LLAMA.name,
+        "model": matrix.LLAMA_8B.name,
         "hidden": 4096,
         "intermediate": 14336,
         "m": m,

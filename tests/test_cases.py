@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _programs import with_grads
 from _reference64 import TOLERANCE, Inputs, check, check_value, draw, mlp, mlp_and_grads, wide
 
 import jax_swiglu as js
@@ -16,12 +17,6 @@ from jax_swiglu._config import Config
 ALL = (0, 1, 2, 3)
 IMPLEMENTATIONS = ["host", "xla", None]
 everywhere = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-
-
-def with_grads(function, *args):
-    """(out, *grads) of function(*args[:-1]) for the cotangent args[-1]."""
-    out, pullback = jax.vjp(function, *args[:-1])
-    return (out, *pullback(args[-1]))
 
 
 def mlp_with_grads(inputs, **options):

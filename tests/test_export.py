@@ -7,6 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from _programs import with_grads
 from _reference64 import NAMES, TOLERANCE, check, check_value, draw, mlp, mlp_and_grads
 from jax import export
 from jax.sharding import AxisType, NamedSharding
@@ -32,12 +33,6 @@ def custom_calls(program):
 
 def host(*args):
     return js.swiglu_mlp(*args, implementation="host")
-
-
-def with_grads(function, *args):
-    """(out, *grads) of function(*args[:-1]) for the cotangent args[-1]."""
-    out, pullback = jax.vjp(function, *args[:-1])
-    return (out, *pullback(args[-1]))
 
 
 def specs(dtype, rows=(M,), *, h=H, i=I):

@@ -14,6 +14,7 @@ import jax
 import jax.export
 import numpy as np
 import pytest
+from _programs import with_grads
 from _reference64 import draw
 
 import jax_swiglu as js
@@ -25,12 +26,6 @@ M, H, I, O = 72, 8, 16, 6
 ALL = (0, 1, 2, 3)
 LAYOUTS = ("in_out", "out_in")
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-def with_grads(function, *args):
-    """(out, *grads) of function(*args[:-1]) for the cotangent args[-1]."""
-    out, pullback = jax.vjp(function, *args[:-1])
-    return (out, *pullback(args[-1]))
 
 
 def specs(dtype="bfloat16", *, layout="in_out", weight_dtype=None, sizes=(M, H, I, O)):

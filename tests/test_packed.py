@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _programs import with_grads
 from _reference64 import (
     TOLERANCE,
     Inputs,
@@ -48,11 +49,6 @@ def reference(inputs, packing, layout="in_out"):
     out, dx, dw_gate, dw_up, dw_down = mlp_and_grads(*inputs)
     dw_gate_up = pack(dw_gate, dw_up, packing)
     return out, dx, dw_gate_up, dw_down if layout == "in_out" else dw_down.T
-
-
-def with_grads(function, *args):
-    out, pullback = jax.vjp(function, *args[:-1])
-    return (out, *pullback(args[-1]))
 
 
 def op(packing, **options):

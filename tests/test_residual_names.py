@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _programs import with_grads
 from _reference64 import check, draw
 
 import jax_swiglu as js
@@ -15,11 +16,6 @@ GATE, UP, H = js.RESIDUAL_NAMES
 M, I = 13, 40
 names = jax.checkpoint_policies.save_only_these_names
 implementations = pytest.mark.parametrize("implementation", ["host", None, "xla"])
-
-
-def with_grads(function, *args):
-    out, pullback = jax.vjp(function, *args[:-1])
-    return (out, *pullback(args[-1]))
 
 
 def saved(function, inputs):

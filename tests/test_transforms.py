@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _programs import with_grads
 from _reference64 import (
     NAMES,
     TOLERANCE,
@@ -33,12 +34,6 @@ ours = pytest.mark.parametrize("implementation", ["host", None])
 subsets = pytest.mark.parametrize(
     "subset", SUBSETS, ids=["+".join(OPERANDS[i] for i in s) for s in SUBSETS]
 )
-
-
-def with_grads(function, *args):
-    """(out, *grads) of function(*args[:-1]) for the cotangent args[-1]."""
-    out, pullback = jax.vjp(function, *args[:-1])
-    return (out, *pullback(args[-1]))
 
 
 def op(**options):

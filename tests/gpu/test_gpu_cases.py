@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _programs import with_grads
 from _reference64 import TOLERANCE, Inputs, check, draw, mlp_and_grads, relative_error
 
 import jax_swiglu as js
@@ -18,11 +19,6 @@ from jax_swiglu.convert import Packing, pack, unpack
 HALF = ["bfloat16", "float16"]
 GLU_FWD_ROUTES = ("dual", "epilogue", "pointwise")
 GLU_BWD_ROUTES = ("epilogue", "pointwise")
-
-
-def with_grads(function, *args):
-    out, pullback = jax.vjp(function, *args[:-1])
-    return (out, *pullback(args[-1]))
 
 
 def run(args, **config):

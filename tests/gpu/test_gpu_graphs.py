@@ -7,17 +7,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from _programs import with_grads
 from _reference64 import check, draw
 
 import jax_swiglu as js
 from jax_swiglu import _ffi
 
 CALLS = 10
-
-
-def with_grads(function, *args):
-    out, pullback = jax.vjp(function, *args[:-1])
-    return (out, *pullback(args[-1]))
 
 
 def executions():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _programs import with_grads
 from _reference64 import TOLERANCE, check_value, draw, mlp_and_grads, relative_error
 from test_gpu_stacked import computations
 
@@ -40,11 +41,6 @@ def check(got, inputs, packing):
     for name, g, w in zip(NAMES, got, want, strict=True):
         assert g.dtype == dtype, f"{name} has dtype {g.dtype}"
         check_value(g, w, TOLERANCE[dtype], name)
-
-
-def with_grads(function, *args):
-    out, pullback = jax.vjp(function, *args[:-1])
-    return (out, *pullback(args[-1]))
 
 
 def run(function, args):
