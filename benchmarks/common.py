@@ -62,6 +62,19 @@ def with_gradients(mlp: Callable[..., jax.Array]) -> Callable[..., Arrays]:
     return step
 
 
+@jax.jit
+def relative_errors(got: Any, want: Any) -> jax.Array:
+    """Norm of the difference over the norm of what is wanted, of each array."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
+    return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in wide])
+
+
+def temp_bytes(compiled: Any) -> int:
+    """Temporary memory of a compiled program, on each device."""
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def median_ms(
     candidates: dict[str, Callable[..., Any]],
     args: Sequence[jax.Array],

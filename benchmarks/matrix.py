@@ -34,6 +34,8 @@ from benchmarks.common import (
     median_ms,
     plain_mlp,
     plans_used,
+    relative_errors,
+    temp_bytes,
     with_gradients,
 )
 from jax_swiglu.convert import Packing, pack
@@ -207,17 +209,6 @@ def _bare_gemms(cell: Cell, args: Arrays) -> functools.partial[Any]:
     return functools.partial(jax.jit(_step_gemms if count > 1 else _forward_gemms), *args, *inner)
 
 
-@jax.jit
-def _difference(ours: Any, xla: Any) -> jax.Array:
-    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(xla), strict=True)
-    wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
-    return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in wide]).max()
-
-
-def _temp_bytes(compiled: Any) -> int:
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
 def measure(cell: Cell, **timing: Any) -> dict[str, Any]:
     """One entry of the record. `ms`, `temp_bytes` and `first_s` are by peer."""
     kind, model, m = cell
@@ -243,13 +234,13 @@ def measure(cell: Cell, **timing: Any) -> dict[str, Any]:
             failed[name] = str(error)[:200]
             continue
         first[name] = time.perf_counter() - start
-        temp[name] = _temp_bytes(compiled)
+        temp[name] = temp_bytes(compiled)
         calls[name] = functools.partial(peer, *given)
         if name == "ours":
             ours = out
         elif name == "xla":
             # What is timed is also right. Each layer amplifies the roundings of those before it.
-            difference = float(_difference(ours, out))
+            difference = float(relative_errors(ours, out).max())
             assert difference < (0.2 if kind.layers else 0.02), difference
             ours = None
     if kind.layers is None:
@@ -257,7 +248,7 @@ def measure(cell: Cell, **timing: Any) -> dict[str, Any]:
     if kind == SCAN_STEP:
         recomputing = functools.partial(js.swiglu_mlp, residuals="input")
         compiled = jax.jit(_program(kind, recomputing)).lower(*args).compile()
-        temp["ours, input"] = _temp_bytes(compiled)
+        temp["ours, input"] = temp_bytes(compiled)
     ms = median_ms(calls, (), **timing)
     return {
         "what": kind.name,

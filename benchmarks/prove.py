@@ -11,7 +11,6 @@ and the rest goes on.
 import argparse
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import MODELS
+from benchmarks.processes import ROOT, start
 
-ROOT = Path(__file__).resolve().parents[1]
 # What the training example says of its result.
 VERDICT = re.compile(r"^(PASS|FAIL|\w+: [\d,]+ tokens/s|\w+ on \w+, computing)")
 
@@ -40,19 +39,12 @@ def _accuracy(model: str, folder: Path, commit: list[str]) -> Part:
 
 
 def _start(part: Part, folder: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, *part.command],
-        cwd=part.cwd,
-        stdout=(folder / f"{part.name}.log").open("wb"),
-        stderr=subprocess.STDOUT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-            # All of them share the GPU's memory.
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "JAX_SWIGLU_REQUIRE_GPU": "1",
-        },
-    )
+    env = {
+        # All of them share the GPU's memory.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_SWIGLU_REQUIRE_GPU": "1",
+    }
+    return start(part.command, folder / f"{part.name}.log", part.cwd, env)
 
 
 def main() -> None:

@@ -268,6 +268,27 @@ def mesh_table(record: Record) -> str:
     return _table(("M", "no mesh", "mesh of one device", "shard_map over it"), rows)
 
 
+def multi_gpu_table(record: Record) -> str:
+    """Milliseconds and bytes of collectives of a training step on two GPUs."""
+    rows = []
+    for e in record["multi_gpu"]:
+        cell = (e["layout"], e["mesh"], str(e["m"]))
+        if "error" in e:
+            rows.append((*cell, *["failed"] * 5))
+            continue
+        ms, moved = e["ms"], e["collective_bytes"]
+        rows.append(
+            (
+                *cell,
+                *(f"{ms[peer]:.3f}" for peer in ("ours", "xla")),
+                f"{_speedup(e, 'xla'):.2f}",
+                *(f"{sum(moved[peer].values()):,}" for peer in ("ours", "xla")),
+            )
+        )
+    header = ("layout", "mesh", "M", "ours", "XLA", "XLA / ours", "bytes, ours", "bytes, XLA")
+    return _table(header, rows)
+
+
 TABLES = {
     "matrix": (
         speed_table,
@@ -282,6 +303,7 @@ TABLES = {
     "accuracy": (accuracy_table,),
     "launches": (launches_table,),
     "mesh_of_one": (mesh_table,),
+    "multi_gpu": (multi_gpu_table,),
 }
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ if "device_count" not in os.environ.get("XLA_FLAGS", ""):
 # Tests neither read nor leave plans in the user's cache.
 os.environ["JAX_SWIGLU_CACHE_DIR"] = ""
 
+# Tests share code with the benchmarks. Last, so that an installed package is what is tested.
+sys.path.append(str(Path(__file__).parents[1]))
+
 import jax
 import pytest
 

@@ -19,9 +19,9 @@ from _reference64 import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_lowering import lower
-from test_sharding import collective_bytes
 
 import jax_swiglu as js
+from benchmarks.collectives import collective_bytes
 from jax_swiglu import _ffi, _vjp
 from jax_swiglu._config import Config
 from jax_swiglu.convert import Packing, pack, unpack

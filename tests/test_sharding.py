@@ -4,7 +4,6 @@ A plain-JAX lowering is partitioned by XLA itself and would pass without any rul
 here runs the opaque custom calls (implementation="host") on eight CPU devices.
 """
 
-import collections
 import contextlib
 import functools
 import itertools
@@ -31,6 +30,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_swiglu as js
+from benchmarks.collectives import collective_bytes
 from jax_swiglu import _partitioning, _primitives, _reference
 from jax_swiglu._partitioning import DeviceMesh
 from jax_swiglu._primitives import matmul_p
@@ -115,34 +115,6 @@ def step(implementation, x, w_gate, w_up, w_down, dout):
     mlp = functools.partial(js.swiglu_mlp, implementation=implementation)
     out, pullback = jax.vjp(mlp, x, w_gate, w_up, w_down)
     return (out, *pullback(dout))
-
-
-def collective_bytes(hlo):
-    """Bytes of the results of the collectives of each kind.
-
-    A reduce-scatter is the first half of an all-reduce of its operand, and counted as such.
-    """
-    results, collectives = {}, []
-    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    for line in hlo.splitlines():
-        if not (made := re.match(r"\s*(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) (\S+)\(", line)):
-            continue
-        name, types, kind = made.groups()
-        shapes = re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", types)
-        results[name] = sum(
-            int(bits) // 8 * math.prod(int(d) for d in dims.split(",") if d)
-            for bits, dims in shapes
-        )
-        if found := re.fullmatch(rf"({kinds})(?:-start)?", kind):
-            operand = re.search(rf"{kind}\((?:\w+\[\S+ )?%?([^\s,)]+)", line)[1]
-            collectives.append((found[1], name, operand))
-    moved = collections.Counter()
-    for kind, name, operand in collectives:
-        if kind == "reduce-scatter":
-            moved["all-reduce"] += results[operand] // 2
-        else:
-            moved[kind] += results[name]
-    return moved
 
 
 def compiled(implementation, args, out_shardings=None):
