@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -114,7 +115,9 @@ def environment(commit: str | None) -> dict[str, Any]:
     device = jax.devices()[0]
     if commit is None:
         git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        commit = subprocess.run(
+            git, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
     return {
         "device": device.device_kind,
         "platform_version": getattr(device.client, "platform_version", ""),

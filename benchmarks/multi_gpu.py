@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import MODELS
 from benchmarks.multi_gpu_parts import CHECKS, STEPS, Settings
-from benchmarks.processes import start
+from benchmarks.processes import ROOT, start
 from benchmarks.sharded_step import LAYOUTS
 
 GRAPHS = "--xla_gpu_graph_min_graph_size=1"
@@ -48,7 +48,7 @@ def _environment(process: int, count: int) -> dict[str, str]:
 
 def _examples(arguments: list[str]) -> list[Part]:
     """Trains on each mesh and on one device; then in two processes of one device each."""
-    script = ["examples/train_sharded.py", *arguments, "--check"]
+    script = [str(ROOT / "examples" / "train_sharded.py"), *arguments, "--check"]
     one = [
         Part(f"train_{axis}", [[*script, "--cpu-devices=2", f"--mesh={axis}=2"]], True)
         for axis in LAYOUTS
@@ -75,7 +75,7 @@ def _run(part: Part, folder: Path, timeout: float) -> dict[str, Any]:
     entries = folder / f"{part.name}.json"
     entries.unlink(missing_ok=True)  # of an earlier run
     processes = [
-        start(command, log, env=_environment(i, count))
+        start(command, log, folder, _environment(i, count))
         for i, (command, log) in enumerate(zip(part.commands, logs, strict=True))
     ]
     codes: list[int | str] = []
@@ -155,9 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if part.name in STEPS:
             steps += result.pop("entries", [])
         results.append(result)
-        print(
-            f"{part.name}: {'ok' if result['ok'] else 'FAILED'}, {result['seconds']} s", flush=True
-        )
+        verdict = "ok" if result["ok"] else "FAILED"
+        print(f"{part.name}: {verdict}, {result['seconds']} s", flush=True)
         out.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if all(result["ok"] for result in results) else 1
 

@@ -10,9 +10,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def start(
-    command: Sequence[str], log: Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+    command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts Python, which finds what this process does; `env` is added to the environment."""
+    """Starts Python, which finds what this process does; `env` is added to the environment.
+
+    Where the package is installed, that is what it finds.
+    """
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, *command],
@@ -21,7 +24,7 @@ def start(
             stderr=subprocess.STDOUT,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-                **(env or {}),
+                "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)]),
+                **env,
             },
         )

@@ -21,36 +21,47 @@ from benchmarks.common import (
     with_gradients,
 )
 
-# The axis of size two, which is all that tells the layouts apart.
-LAYOUTS = ("data", "fsdp", "tensor")
+# How x (and the cotangent), w_gate and w_up, and w_down are split, over the mesh's only axis.
+LAYOUTS = {
+    "data": (P("data"), P(), P()),
+    "fsdp": (P("fsdp"), P("fsdp", None), P(None, "fsdp")),
+    "tensor": (P(), P(None, "tensor"), P("tensor", None)),
+}
 MESH_KINDS = ("Auto", "shard_map")
 RESULTS = ("out", "dx", "dw_gate", "dw_up", "dw_down")
 # Of bfloat16, whose sums over devices are rounded once more than those of one device.
 TOLERANCE = 0.02
 
-_ROWS, _W_IN, _W_DOWN = P(("data", "fsdp")), P("fsdp", "tensor"), P("tensor", "fsdp")
-SPECS = (_ROWS, _W_IN, _W_IN, _W_DOWN, _ROWS)  # of x, w_gate, w_up, w_down and dout
-
 Mlp = Callable[..., jax.Array]
 
 
-def _of_a_part(mlp: Mlp) -> Mlp:
-    """For shard_map: weights are gathered over fsdp, and the parts of I summed over tensor."""
+def _specs(layout: str) -> tuple[P, ...]:
+    """Of x, w_gate, w_up, w_down and dout."""
+    rows, w_in, w_down = LAYOUTS[layout]
+    return rows, w_in, w_in, w_down, rows
+
+
+def _of_a_part(mlp: Mlp, layout: str) -> Mlp:
+    """For shard_map: FSDP gathers the weights, tensor parallel sums over the parts of I."""
 
     def mapped(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
-        gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", tiled=True)
-        out = mlp(x, gather(w_gate, axis=0), gather(w_up, axis=0), gather(w_down, axis=1))
-        return jax.lax.psum(out, "tensor")
+        if layout == "fsdp":
+            gather = functools.partial(jax.lax.all_gather, axis_name=layout, tiled=True)
+            w_gate, w_up = gather(w_gate, axis=0), gather(w_up, axis=0)
+            w_down = gather(w_down, axis=1)
+        out = mlp(x, w_gate, w_up, w_down)
+        return jax.lax.psum(out, layout) if layout == "tensor" else out
 
     return mapped
 
 
-def _step(mlp: Mlp, mesh: Mesh, mesh_kind: str) -> Callable[..., Arrays]:
+def _step(mlp: Mlp, layout: str, mesh: Mesh, mesh_kind: str) -> Callable[..., Arrays]:
     """Forward and backward; out is split as x, and each gradient as its operand."""
-    out_specs = (SPECS[0], *SPECS[:-1])
+    specs = _specs(layout)
+    out_specs = (specs[0], *specs[:-1])
     if mesh_kind == "shard_map":
-        step = with_gradients(_of_a_part(mlp))
-        return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=SPECS, out_specs=out_specs))
+        step = with_gradients(_of_a_part(mlp, layout))
+        return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs))
     shardings = tuple(NamedSharding(mesh, spec) for spec in out_specs)
     return jax.jit(with_gradients(mlp), out_shardings=shardings)
 
@@ -60,16 +71,18 @@ def _wait(call: Callable[[], Any]) -> Any:
     return jax.block_until_ready(call())
 
 
-def _entry(mlps: dict[str, Mlp], args: Arrays, mesh: Mesh, kind: str, rounds: int) -> Any:
+def _entry(mlps: dict[str, Mlp], args: Arrays, layout: str, kind: str, rounds: int) -> Any:
     """What is measured, by whose MLP it is."""
+    mesh = jax.make_mesh((2,), (layout,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     placed = [
-        jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, SPECS, strict=True)
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in zip(args, _specs(layout), strict=True)
     ]
     calls: dict[str, Callable[..., Any]] = {}
     entry: dict[str, Any] = {"relative_errors": {}, "collective_bytes": {}, "temp_bytes": {}}
     for name, mlp in mlps.items():
         # Called as compiled here, so that it is not compiled twice.
-        compiled = _step(mlp, mesh, kind).lower(*placed).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        compiled = _step(mlp, layout, mesh, kind).lower(*placed).compile()  # pyright: ignore[reportFunctionMemberAccess]
         call = functools.partial(compiled, *placed)
         calls[name] = call if jax.default_backend() == "gpu" else functools.partial(_wait, call)
         got = jax.device_put(call(), jax.devices()[0])
@@ -92,8 +105,6 @@ def run(
     implementation: Any,
 ) -> Iterator[dict[str, Any]]:
     """An entry for each mesh kind and number of rows; one that fails says why."""
-    shape = tuple(2 if axis == layout else 1 for axis in LAYOUTS)
-    mesh = jax.make_mesh(shape, LAYOUTS, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:2])
     mlps = {
         "ours": functools.partial(js.swiglu_mlp, implementation=implementation),
         "xla": plain_mlp,
@@ -104,6 +115,6 @@ def run(
             cell = {"layout": layout, "mesh": kind, "m": m}
             cell |= {"hidden": hidden, "intermediate": intermediate}
             try:
-                yield cell | _entry(mlps, args, mesh, kind, rounds)
+                yield cell | _entry(mlps, args, layout, kind, rounds)
             except Exception as error:  # the other cells go on
                 yield cell | {"ok": False, "error": f"{type(error).__name__}: {error}"[:2000]}
