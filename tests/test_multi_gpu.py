@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from benchmarks import multi_gpu, tables
+from benchmarks import multi_gpu, sharded_step, tables
 from benchmarks.collectives import collective_bytes
 from benchmarks.multi_gpu_parts import CHECKS, STEPS
 
@@ -85,9 +85,19 @@ def test_complaints_about_capture_are_failures(tmp_path):
     assert not entry["ok"]
 
 
-def test_a_cell_without_a_result_is_in_the_table():
-    cell = {"layout": "data", "mesh": "Auto", "m": 8, "ok": False, "error": "no"}
-    assert "| data | Auto | 8 | failed |" in tables.multi_gpu_table({"multi_gpu": [cell]})
+def test_a_cell_that_fails_says_why_and_the_others_go_on():
+    sizes = {"hidden": 8, "intermediate": 16, "rounds": 1, "implementation": "host"}
+    cells = list(sharded_step.run("data", rows=(3, 4), **sizes))
+    assert [cell["ok"] for cell in cells] == [False, False, True, True]
+    assert "ValueError" in cells[0]["error"]
+    assert "| data | Auto | 3 | failed |" in tables.multi_gpu_table({"multi_gpu": cells})
+
+
+def test_wrong_values_are_failures(monkeypatch):
+    monkeypatch.setattr(sharded_step, "_of_a_part", lambda mlp, layout: lambda *a: 2 * mlp(*a))
+    sizes = {"hidden": 8, "intermediate": 16, "rounds": 1, "implementation": "host"}
+    cells = list(sharded_step.run("data", rows=(4,), **sizes))
+    assert [cell["ok"] for cell in cells] == [True, False]
 
 
 def test_devices_of_each_process(monkeypatch):
