@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tune
 from jax_swiglu import __main__, _ffi, _plans
 
 MACHINE = ("NVIDIA H200", "9.0", 91900)
@@ -281,15 +282,7 @@ def test_warm_needs_a_gpu():
 # The script that makes tables to ship.
 
 
-@pytest.fixture
-def tune(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1])
-    from benchmarks import tune
-
-    return tune
-
-
-def test_a_table_is_made_of_files_and_found(folder, tune):
+def test_a_table_is_made_of_files_and_found(folder):
     put()
     put(OTHER, key="another")
     put(OTHER, machine=("NVIDIA A100", "8.0", 91900))
@@ -311,7 +304,7 @@ def test_a_table_is_made_of_files_and_found(folder, tune):
     assert list(_plans.SHIPPED.iterdir()) == [path]
 
 
-def test_what_is_tuned_first(tune):
+def test_what_is_tuned_first():
     cases = list(tune.cases())
     assert len(set(cases)) == len(cases) == len(tune.SIZES) * 15
     assert {case.rows for case in cases} == {2**i for i in range(15)}

@@ -1,24 +1,15 @@
 """The README's tables are those of the committed record."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
+from benchmarks import tables
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "h200-2026-12-01.json"
 
 
-@pytest.fixture
-def tables(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    from benchmarks import tables
-
-    return tables
-
-
-def test_tables(tables):
+def test_tables():
     record = json.loads(RECORD.read_text())
     readme = (ROOT / "README.md").read_text()
     assert RECORD.name in readme
