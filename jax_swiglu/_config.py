@@ -62,7 +62,8 @@ class Config:
 class OpParams:
     """One primitive; its `attributes` travel to the FFI handlers.
 
-    `extra`: `glu_fwd` also returns gate and up, `glu_bwd` also returns h, `matmul` has an addend.
+    `extra`: `glu_fwd` also returns gate and up, `glu_bwd` also returns h, `matmul` is the sum of
+    two products (and its FFI handler adds one product to an addend).
     `lhs_transposed`: the product is summed over all rows, as weight gradients are.
     `packing`: one array holds w_gate and w_up, and one [rows..., 2, I] gate and up, or their
     cotangents; of `matmul` it is the gradient of x or, summed over rows, that of the weight.

@@ -67,7 +67,7 @@ def _with_weight(op: str, params: OpParams, rows: tuple[str, ...]) -> Dims:
     if op == "glu_bwd":
         gate_up = ((*rows, PAIR, "n"),) if params.packing else (out, out)
         return Dims((lhs, rhs, *gate_up), (*gate_up, *((out,) * params.extra)), contracted)
-    return Dims((lhs, rhs, *((out,) * params.extra)), (out,), contracted, True)
+    return Dims((lhs, rhs) * (2 if params.extra else 1), (out,), contracted, True)
 
 
 def _with_packed_weight(op: str, params: OpParams, rows: tuple[str, ...]) -> Dims:

@@ -192,7 +192,6 @@ def _explain(
         for shape, value in zip(shapes, operands.values(), strict=True)
     ]
     weights = [f"d{name}" for name in operands if name != "x"]
-    # Of the GEMMs of dx the last one counts, which adds the first to its product.
     found = {
         stage: _decide(platform, implementation, op, call)
         for stage, op, call in _calls(config, avals, weights)

@@ -233,19 +233,14 @@ def _partition(
 
     def compute(*parts: jax.Array) -> tuple[jax.Array, ...]:
         parts = parts[len(compass) :]
+        outs = tuple(primitive.bind(*parts, params=params))
         if not sum_axes:
-            return tuple(primitive.bind(*parts, params=params))
-        a, b, *addend = parts
-        (out,) = primitive.bind(a, b, params=params.as_gemm())
+            return outs
         shape = mesh.sharding(names, result_split).shard_shape(results[0].shape)
         where = {"scattered": tuple(scattered), "reduced": reduced}
-        return tuple(_device_sum_p.bind(out, *addend, shape=shape, **where))
+        return tuple(_device_sum_p.bind(*outs, shape=shape, **where))
 
-    operand_shardings = (
-        # What has the shape of the result is split as it is.
-        mesh.sharding(of, operand_split | summed if i < 2 else result_split)
-        for i, of in enumerate(dims.operands)
-    )
+    operand_shardings = (mesh.sharding(of, operand_split | summed) for of in dims.operands)
     result_shardings = tuple(mesh.sharding(of, result_split) for of in dims.results)
     operand_shardings = (*(c.sharding for c in compass), *operand_shardings)
     return mesh.whole, compute, result_shardings, operand_shardings
@@ -253,18 +248,18 @@ def _partition(
 
 def _device_sum(
     x: jax.Array,
-    *addend: jax.Array,
+    *,
     shape: tuple[int, ...],
     scattered: Sequence[tuple[int, Axes]],
     reduced: Axes,
 ) -> tuple[jax.Array]:
-    """The sum over devices, plus the addend; each device gets its part of scattered dimensions."""
+    """The sum over devices; each gets its part of scattered dimensions."""
     del shape
     for dimension, axes in scattered:
         x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
     if reduced:
         x = jax.lax.psum(x, reduced)
-    return (x + addend[0] if addend else x,)
+    return (x,)
 
 
 def lower_function(
@@ -284,7 +279,7 @@ def lower_function(
 
 
 _device_sum_p = Primitive("jax_swiglu_device_sum")
-_device_sum_p.def_abstract_eval(lambda x, *_, shape, **__: [x.update(shape=shape)])
+_device_sum_p.def_abstract_eval(lambda x, *, shape, **_: [x.update(shape=shape)])
 _device_sum_p.multiple_results = True
 mlir.register_lowering(_device_sum_p, functools.partial(lower_function, _device_sum))
 

@@ -63,7 +63,7 @@ def _glu_bwd_avals(dout: Any, w_down: Any, gate: Any, *up: Any, params: OpParams
     return [gate, gate.update(shape=(*rows, n), sharding=NamedSharding(gate.sharding.mesh, spec))]
 
 
-def _matmul_avals(a: Any, b: Any, *addend: Any, params: OpParams) -> list[Any]:
+def _matmul_avals(a: Any, b: Any, *second: Any, params: OpParams) -> list[Any]:
     return [_product("matmul", a, b, params)]
 
 
@@ -114,6 +114,12 @@ def _lower_call(
                 "for several devices, call it inside jax.shard_map over all axes of the mesh"
             )
         return _partitioning.lower(primitive, op, mesh, ctx, *operands, params=params)
+    if op == "matmul" and params.extra:
+        # The epilogue of the second GEMM adds the first product.
+        *pair, c, d = operands
+        avals = ctx.avals_in[:2]
+        first = _lower_ffi(op, ctx.replace(avals_in=avals), *pair, params=params.as_gemm())
+        ctx, operands = ctx.replace(avals_in=[*avals, *ctx.avals_out]), (c, d, *first)
     return _lower_ffi(op, ctx, *operands, params=params)
 
 
@@ -284,7 +290,7 @@ def _make(
 glu_fwd_p = _make("glu_fwd", _glu_fwd_avals, _reference.glu_fwd, lambda params: (0,))
 # (dout, w_down, gate, up) -> (dgate, dup) or (dgate, dup, h)
 glu_bwd_p = _make("glu_bwd", _glu_bwd_avals, _reference.glu_bwd, lambda params: (0, 2, 3))
-# (a, b) or (a, b, addend) -> (out,)
+# (a, b) -> (a @ b,) or (a, b, c, d) -> (a @ b + c @ d,)
 matmul_p = _make(
     "matmul",
     _matmul_avals,

@@ -154,8 +154,11 @@ def glu_bwd(
 
 
 def matmul(
-    a: jax.Array, b: jax.Array, *addend: jax.Array, params: OpParams, gemm: Gemm = dot
+    a: jax.Array, b: jax.Array, *second: jax.Array, params: OpParams, gemm: Gemm = dot
 ) -> tuple[jax.Array, ...]:
-    """a @ b, plus the addend with `extra`."""
+    """a @ b, and with `extra` plus the product of a second pair."""
     out = gemm(a, b, params)
-    return (out + addend[0],) if params.extra else (out,)
+    if params.extra:
+        c, d = second
+        out += gemm(c, d, params)
+    return (out,)

@@ -6,6 +6,7 @@ all cotangents) comes in as many parts.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,15 +67,13 @@ def _glu_fwd_params(config: Config, route: str, save: bool) -> OpParams:
 
 def _matmul(
     config: Config,
-    a: jax.Array,
-    b: jax.Array,
-    *addend: jax.Array,
+    *operands: jax.Array,
     lhs_transposed: bool = False,
     rhs_transposed: bool = False,
     packed: bool = False,
     out_type: _Type | None = None,
 ) -> jax.Array:
-    """`a @ b [+ addend]` in the computation dtype, with a result of any dtype.
+    """`a @ b` or, of four operands, `a @ b + c @ d` in the computation dtype; its result has any.
 
     A result wider than the computation dtype comes out of the float32 accumulators.
     """
@@ -86,12 +85,11 @@ def _matmul(
         config.matmul_route,
         lhs_transposed=lhs_transposed,
         rhs_transposed=rhs_transposed,
-        extra=bool(addend),
+        extra=len(operands) > 2,
         out_dtype=gemm_dtype,
         packed=packed,
     )
-    operands = (a.astype(config.dtype), b.astype(config.dtype))
-    (out,) = matmul_p.bind(*operands, *(c.astype(gemm_dtype) for c in addend), params=params)
+    (out,) = matmul_p.bind(*(a.astype(config.dtype) for a in operands), params=params)
     out = out.astype(out_dtype)
     if out_type is None or out_type.sharding is None:
         return out
@@ -125,13 +123,9 @@ def _inner_grads(
     """Gradients of x and w_in."""
     dx = None
     if wanted.x is not None:
+        products: Any = itertools.chain(*zip(dgate_up, w_in, strict=True))
         transposed = config.layout_in == "in_out"
-        for d, w in zip(dgate_up, w_in, strict=True):
-            assert w is not None
-            addend = () if dx is None else (dx,)
-            dx = _matmul(
-                config, d, w, *addend, rhs_transposed=transposed, packed=True, out_type=wanted.x
-            )
+        dx = _matmul(config, *products, rhs_transposed=transposed, packed=True, out_type=wanted.x)
     dw_in = (
         _weight_grad(config, config.layout_in, x, d, w, packed=True)
         for d, w in zip(dgate_up, wanted.w_in, strict=True)

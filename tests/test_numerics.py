@@ -90,7 +90,7 @@ def test_odd_sizes(implementation, dtype, sizes):
     check(mlp_with_grads(inputs, implementation=implementation), inputs, tolerance=tolerance)
 
 
-# The routes of matmul differ only with an addend: dx = dup @ w_up^T + (dgate @ w_gate^T).
+# The routes of matmul differ only with two products: dx = dgate @ w_gate^T + dup @ w_up^T.
 # Its plain GEMMs know one route, so those of the backward pass cannot be forced through the config.
 ROUTES = {
     "glu_fwd": ("dual", "epilogue", "pointwise"),
@@ -131,24 +131,24 @@ def test_matmul_routes(route, dtype, out_dtype, transposed):
     m, k, n = 9, 31, 14
     out_dtype = np.dtype(dtype if out_dtype == "same" else out_dtype)
     rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((m, k)).astype(dtype), rng.standard_normal((k, n)).astype(dtype)
-    addend = [] if route == "gemm" else [rng.standard_normal((m, n)).astype(out_dtype)]
+    shapes = ((m, k), (k, n)) * (1 if route == "gemm" else 2)
+    matrices = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
     params = op_params(
         Config(dtype=np.dtype(dtype), implementation="host"),
         route,
         lhs_transposed=transposed[0],
         rhs_transposed=transposed[1],
-        extra=bool(addend),
+        extra=route != "gemm",
         out_dtype=out_dtype,
     )
     stored = [
         np.ascontiguousarray(matrix.T) if t else matrix
-        for matrix, t in zip((a, b), transposed, strict=True)
+        for matrix, t in zip(matrices, itertools.cycle(transposed))
     ]
-    (got,) = matmul_p.bind(*map(jnp.asarray, (*stored, *addend)), params=params)
+    (got,) = matmul_p.bind(*map(jnp.asarray, stored), params=params)
     assert got.dtype == out_dtype
-    wide_a, wide_b = wide(a, b)
-    want = wide_a @ wide_b + sum(wide(*addend))
+    a, b, *second = wide(*matrices)
+    want = a @ b + (second[0] @ second[1] if second else 0)
     check_value(got, want, TOLERANCE[str(out_dtype)])
 
 

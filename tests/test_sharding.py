@@ -659,17 +659,20 @@ def test_six_devices():
     check_communication("six devices", ours, plain)
 
 
-def test_addend_is_added_once():
-    """Where the sum of a matmul is split over devices."""
+def test_two_products_are_summed_once():
+    """Where the contracted dimension is split over devices: one sum of both."""
     from jax_swiglu._config import OpParams
 
     rng = np.random.default_rng(0)
-    a, b, c = (rng.standard_normal(s).astype(np.float32) for s in ((8, 16), (16, 4), (8, 4)))
+    shapes = ((8, 16), (16, 4)) * 2
+    a, b, c, d = matrices = [rng.standard_normal(s).astype(np.float32) for s in shapes]
     params = OpParams(False, False, True, "", np.dtype(np.float32), "host", None)
     mesh = make_mesh((8, 1, 1, 1))
-    args = put((a, b, c), mesh, (P(None, "data"), P("data", None), P()))
-    (got,) = jax.jit(lambda *args: matmul_p.bind(*args, params=params))(*args)
-    check_value(got, (a.astype(float) @ b + c), TOLERANCE["float32"])
+    args = put(matrices, mesh, (P(None, "data"), P("data", None)) * 2)
+    program = jax.jit(lambda *args: matmul_p.bind(*args, params=params)).lower(*args).compile()
+    assert collective_bytes(program.as_text()) == {"all-reduce": 8 * 4 * 4}
+    (got,) = program(*args)
+    check_value(got, a.astype(float) @ b + c.astype(float) @ d, TOLERANCE["float32"])
 
 
 def test_one_device_needs_no_rule():
