@@ -163,6 +163,23 @@ def test_values_and_communication(layout, shape):
     check_communication(f"{layout}, {case_id(shape)}", ours, plain)
 
 
+@pytest.mark.parametrize("out_shardings", [True, False], ids=["", "gradients anywhere"])
+@cases(CASES)
+def test_communication_where_weights_are_larger_than_rows(layout, shape, out_shardings):
+    """The partitioner goes by the sizes of arrays, too; elsewhere here rows are the larger ones."""
+    hidden, intermediate = 256, 512
+    shapes = ((BATCH, SEQ, hidden), *[(hidden, intermediate)] * 2, (intermediate, hidden))
+    rows, w_in, w_down = LAYOUTS[layout]
+    mesh = make_mesh(shape)
+    args = [
+        jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip((*shapes, shapes[0]), (rows, w_in, w_in, w_down, rows), strict=True)
+    ]
+    where = tuple(a.sharding for a in (args[0], *args[:4])) if out_shardings else None
+    ours, plain = (compiled(which, args, where) for which in ("host", "xla"))
+    check_communication(f"{layout}, {case_id(shape)}, large weights", ours, plain)
+
+
 @cases(SAMPLE)
 def test_values_and_communication_of_gradients_anywhere(layout, shape):
     inputs = draw(M, H, I, H, "float32")
