@@ -308,9 +308,10 @@ def lower(
     function = custom_partitioning(whole)
     first, *others = dims.operands
     if op == "glu_bwd":
-        # How gate and up are split counts: were the rows of dout the same dimensions in the rule, a
-        # cotangent with another sharding than the output would spread to the forward pass.
-        first = tuple(f"d{name}" if name.startswith("m") else name for name in first)
+        # How gate and up are split counts: were the rows of dout (what w_down has not) the same
+        # dimensions in the rule, a cotangent with another sharding than the output would spread to
+        # the forward pass.
+        first = tuple(name if name in others[0] else f"d{name}" for name in first)
     groups = ((*compass, first, *others), dims.results)
     function.def_partition(
         partition=functools.partial(_partition, primitive, dims, params, mesh),
