@@ -12,7 +12,7 @@ import numpy as np
 
 import jax_swiglu
 from jax_swiglu import _load, _plans
-from jax_swiglu._config import WEIGHT_LAYOUTS
+from jax_swiglu._config import PACKINGS, WEIGHT_LAYOUTS
 from jax_swiglu._explain import format_plan
 from jax_swiglu._warm import warm
 
@@ -64,6 +64,7 @@ def warm_plans(args: argparse.Namespace) -> None:
                 dtype=args.dtype,
                 param_dtype=args.param_dtype,
                 weight_layout=args.weight_layout,
+                packing=args.packing,
                 backward=backward,
             )
             what = "forward and backward" if backward else "forward"
@@ -93,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     warming.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     warming.add_argument("--param-dtype", help="of the weights, where it is not --dtype")
     warming.add_argument("--weight-layout", choices=WEIGHT_LAYOUTS, default="in_out")
+    warming.add_argument("--packing", choices=PACKINGS, help="gate and up are one parameter")
     warming.add_argument("--backward", action="store_true", help="also for the gradients")
     warming.add_argument(
         "--seconds", type=float, default=3, help="for each graph without a plan (default 3)"

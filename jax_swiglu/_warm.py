@@ -1,5 +1,6 @@
 """Runs calls of given shapes once, so that plans for them are chosen and kept."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,8 +8,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_swiglu import _ffi
-from jax_swiglu._api import swiglu_mlp
-from jax_swiglu._config import WeightLayout
+from jax_swiglu._api import swiglu_mlp, swiglu_mlp_packed
+from jax_swiglu._config import PackedAxes, WeightLayout
+from jax_swiglu._packing import Packing
+from jax_swiglu.convert import pack
 
 
 def warm(
@@ -19,23 +22,24 @@ def warm(
     dtype: DTypeLike = "bfloat16",
     param_dtype: DTypeLike | None = None,
     weight_layout: WeightLayout = "in_out",
+    packing: PackedAxes | None = None,
     backward: bool = False,
 ) -> list[dict[str, Any]]:
     """Runs a forward pass, or a forward and backward pass; returns the plans new to the process."""
-    in_out = weight_layout == "in_out"
-    w_in, w_out = (
-        jnp.zeros(shape if in_out else shape[::-1], param_dtype or dtype)
-        for shape in ((hidden, intermediate), (intermediate, hidden))
-    )
+    w_shape = (hidden, intermediate) if weight_layout == "in_out" else (intermediate, hidden)
+    w_in, w_out = (jnp.zeros(shape, param_dtype or dtype) for shape in (w_shape, w_shape[::-1]))
     x = jnp.zeros((rows, hidden), dtype)
-
-    def forward(*args: jax.Array) -> jax.Array:
-        return swiglu_mlp(*args, dtype=dtype, weight_layout=weight_layout)
+    if packing is None:
+        function, weights = swiglu_mlp, [w_in, w_in, w_out]
+    else:
+        function = functools.partial(swiglu_mlp_packed, packing=packing)
+        weights = [pack(w_in, w_in, Packing(packing), weight_layout=weight_layout), w_out]
+    forward = functools.partial(function, dtype=dtype, weight_layout=weight_layout)
 
     def both(*args: jax.Array) -> Any:
         out, pullback = jax.vjp(forward, *args)
         return out, pullback(out)
 
     seen = len(_ffi.prepared())
-    jax.block_until_ready(jax.jit(both if backward else forward)(x, w_in, w_in, w_out))
+    jax.block_until_ready(jax.jit(both if backward else forward)(x, *weights))
     return _ffi.prepared()[seen:]

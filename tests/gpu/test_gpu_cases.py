@@ -311,6 +311,26 @@ def test_warm_chooses_plans_for_gradients_too(monkeypatch):
     assert sum(p.startswith("matmul ") for p in problems) >= 4
 
 
+@pytest.mark.parametrize("packing", ["H 2 I", "(2 I) H"])
+def test_warm_chooses_plans_for_packed_float32_weights(packing, monkeypatch):
+    monkeypatch.delenv("JAX_SWIGLU_TUNING")
+    assert warm(
+        64, 384, 256, param_dtype="float32", weight_layout="out_in", packing=packing, backward=True
+    )
+    inputs = draw(256, 64, 384, 64, "bfloat16", layout="out_in")
+    w_gate_up = pack(inputs.w_gate, inputs.w_up, Packing(packing), weight_layout="out_in")
+    mlp = functools.partial(
+        js.swiglu_mlp_packed, packing=packing, weight_layout="out_in", dtype="bfloat16"
+    )
+    args = inputs.x, jnp.float32(w_gate_up), jnp.float32(inputs.w_down), inputs.dout
+    seen = len(_ffi.prepared())
+    out, dx, dw_gate_up, dw_down = jax.jit(functools.partial(with_grads, mlp))(*args)
+    assert _ffi.prepared()[seen:] == []
+    dweights = [*unpack(dw_gate_up, Packing(packing), weight_layout="out_in"), dw_down]
+    assert {dw.dtype for dw in dweights} == {np.dtype("float32")}
+    check((out, dx, *map(jnp.bfloat16, dweights)), inputs, layout="out_in")
+
+
 @pytest.mark.parametrize("scanned", [False, True], ids=["", "in a scan"])
 @pytest.mark.parametrize("axes", ["", "H 2 I", "2 H I", "2 I H"])
 def test_remat(axes, scanned):
