@@ -15,7 +15,7 @@ import jax_swiglu as js
 from benchmarks.common import MODELS, Model, make_data, median_ms, plain_mlp, with_gradients
 from jax_swiglu.convert import Packing, pack
 
-ROWS = (2048, 8192, 16384)
+ROWS = (16, 2048, 8192, 16384)
 AXES = ("H 2 I", "2 I H", "2 H I")
 
 
